@@ -1,0 +1,1 @@
+"""Composition: configuration, actors, supervisor and the command line."""

@@ -1,0 +1,1 @@
+"""A decode worker: pulls blocks, then produces tokens."""

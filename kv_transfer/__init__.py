@@ -1,0 +1,1 @@
+"""What a cache block is on the wire and how it changes hands between workers."""

@@ -1,0 +1,455 @@
+"""Every message between processes, as msgspec structs, versioned.
+
+Knows: the fields, their types and how a message becomes bytes. Does not know who may send what when (`handoff.py`), or how
+frames travel (`wire.py`). All are idempotent; a message about an unknown transfer is answered `Gone`.
+
+Adding a field with a default at the end is a minor change; anything else raises `layout.PROTOCOL_MAJOR`.
+"""
+
+from enum import Enum, unique
+from typing import Literal
+
+import msgspec
+
+from kv_transfer.errors import ProtocolMismatch
+from kv_transfer.identity import BlockId, Generation, Incarnation, PackedTokens, TransferId, WorkerId
+from kv_transfer.layout import CacheLayout
+
+
+@unique
+class PartyKind(Enum):
+    """Who may open a control connection."""
+
+    GATEWAY = "gateway"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SUPERVISOR = "supervisor"
+    TOOL = "tool"
+
+
+@unique
+class WorkerState(Enum):
+    """PROTOCOL: Worker. The legal moves are `router.registry.WORKER_TRANSITIONS`."""
+
+    PENDING = "pending"
+    STARTING = "starting"
+    WARM = "warm"
+    SERVING = "serving"
+    DRAINING = "draining"
+    QUIET = "quiet"
+    GONE = "gone"
+
+
+@unique
+class FailureKind(Enum):
+    """What the router may do about a failure. A request fault is never retried."""
+
+    RETRYABLE_ELSEWHERE = "retryable_elsewhere"
+    RETRYABLE_LATER = "retryable_later"
+    REQUEST_FAULT = "request_fault"
+    FATAL = "fatal"
+
+
+@unique
+class FinishReason(Enum):
+    """Why a request has no further token."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=False):
+    """Base of all messages: a tagged, immutable msgpack array."""
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    """Base of the values that messages carry."""
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+class SamplingParameters(_Part):
+    """How tokens are drawn. Noise is keyed by (seed, token index), so any attempt draws the same.
+
+    temperature: 0 is greedy. top_p in (0, 1]. top_k: 0 is off. seed: the router mints one when the client gave none.
+    max_tokens: all output tokens of the request, whatever the attempt. stop_token_ids end the output with STOP and are
+    emitted as the last token; they already include the model's own end tokens unless the client asked to ignore those.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class SealedBlock(_Part):
+    """A block as it was sealed: where the bytes are and which use of the block they belong to."""
+
+    block_id: BlockId
+    generation: Generation
+    rank: int = 0
+
+
+class HandoffRecord(_Part):
+    """What decode needs beside the blocks, one entry for choice 0 now; schema-versioned, covered by `digest`.
+
+    token: the sample at `first_index`, drawn once by prefill. hidden_state: raw bytes of h_P when the layout has MTP components.
+    num_cached_tokens: prompt tokens that prefill took from its prefix cache. digest: `handoff.digest_record` over the rest.
+    """
+
+    schema: int
+    first_index: int
+    token: int
+    finish: FinishReason | None
+    seed: int
+    num_cached_tokens: int
+    hidden_state: bytes | None = None
+    num_mtp_tokens: int = 0
+    choice: int = 0
+    digest: bytes = b""
+
+
+class WorkerAddress(_Part):
+    """How to reach one worker's control socket, and which start of it is meant."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    host: str
+    port: int
+
+
+class WorkerLoad(_Part):
+    """What a worker says about itself; rides on PING and on reports to the directory."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    step_s: float = 0.0
+    num_steps: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    blocks_held: int = 0
+    blocks_quarantined: int = 0
+    num_transfers: int = 0
+    bytes_read: int = 0
+    read_s: float = 0.0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    preemptions: int = 0
+    stale_validations: int = 0
+
+
+class PairState(_Part):
+    """A decode worker's view of one prefill peer; the router uses a pair only while it is up."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    up: bool
+    bytes_per_s: float = 0.0
+
+
+class WorkerEntry(_Part):
+    """One row of the directory's worker table."""
+
+    address: WorkerAddress
+    role: Literal["prefill", "decode"]
+    state: WorkerState
+    fingerprint: str
+    pid: int
+    load: WorkerLoad
+    pairs: tuple[PairState, ...] = ()
+    max_model_len_tokens: int = 0
+
+
+class PeerOffer(_Part):
+    """The part of HELLO that two workers exchange: what must agree, and where the pool lies.
+
+    agent_metadata: the transport's description of this pair's own agent. base_address, block_bytes, num_blocks: the pool;
+    block `num_blocks` is the probe block (`geometry.py`).
+    """
+
+    fingerprint: str
+    layout: CacheLayout
+    weights_version: str
+    num_ranks: int
+    agent_name: str
+    agent_epoch: int
+    agent_metadata: bytes
+    base_address: int
+    block_bytes: int
+    num_blocks: int
+    device_id: int = 0
+
+
+# -- opening a connection ------------------------------------------------------------------------------------------------
+
+
+class Challenge(_Message):
+    """First frame of both sides: a fresh nonce that the other must prove the shared secret with."""
+
+    nonce: bytes
+    protocol_major: int
+    protocol_minor: int
+
+
+class Hello(_Message):
+    """Second frame of both sides: who speaks, and `proof` = HMAC-SHA256(secret, own kind, own nonce, peer nonce)."""
+
+    kind: PartyKind
+    party_id: str
+    incarnation: Incarnation
+    proof: bytes
+
+
+class PairHello(_Message):
+    """Decode -> prefill and back: build the transport of this pair. Repeated with a higher epoch to re-make an agent."""
+
+    offer: PeerOffer
+
+
+class PairRefused(_Message):
+    """The pair cannot be used; `reason` is for the operator."""
+
+    code: str
+    reason: str
+
+
+# -- a hand-off ----------------------------------------------------------------------------------------------------------
+
+
+class OpenSink(_Message):
+    """router -> decode. `tokens` are prompt then emitted; deadline_s is time left, as clocks differ between hosts."""
+
+    transfer: TransferId
+    tokens: PackedTokens
+    num_prompt_tokens: int
+    first_index: int
+    cache_salt: bytes
+    sampling: SamplingParameters
+    priority: int
+    deadline_s: float
+    source: WorkerAddress | None
+
+
+class SinkReady(_Message):
+    """decode -> router. The first `have_tokens` are pinned on the sink; `credit_blocks` are its to fill."""
+
+    transfer: TransferId
+    have_tokens: int
+    credit_blocks: int
+
+
+class SinkBusy(_Message):
+    """decode -> router. No credit now; the router cancels this attempt and tries elsewhere or later."""
+
+    transfer: TransferId
+    retry_after_s: float
+
+
+class StartSource(_Message):
+    """router -> prefill. Compute the tokens, send what lies at or after `need_from`."""
+
+    transfer: TransferId
+    tokens: PackedTokens
+    num_prompt_tokens: int
+    first_index: int
+    need_from: int
+    cache_salt: bytes
+    sampling: SamplingParameters
+    priority: int
+    deadline_s: float
+    sink: WorkerAddress
+
+
+class Progress(_Message):
+    """prefill -> decode, router. Refreshes the no-progress timer; sent until RELEASED so that a lost COMPLETE is noticed."""
+
+    transfer: TransferId
+    state: str
+    num_computed_tokens: int
+    queue_position: int
+    num_sealed_chunks: int
+
+
+class Seal(_Message):
+    """prefill -> decode. Chunk `chunk` holds tokens [start, end) in `blocks`; all components named in `component_mask`."""
+
+    transfer: TransferId
+    chunk: int
+    start: int
+    end: int
+    blocks: tuple[SealedBlock, ...]
+    component_mask: int
+    layer_range: tuple[int, int] | None = None
+    digests: tuple[tuple[int, ...], ...] = ()
+
+
+class Complete(_Message):
+    """prefill -> decode. There are `num_chunks` chunks, and here is the record."""
+
+    transfer: TransferId
+    num_chunks: int
+    record: HandoffRecord
+
+
+class Resend(_Message):
+    """decode -> prefill. Say SEAL of these chunks again, or COMPLETE."""
+
+    transfer: TransferId
+    chunks: tuple[int, ...]
+    record: bool
+
+
+class Validate(_Message):
+    """decode -> prefill, after READ `read_number` is DONE on every rank: do these blocks still carry these generations?"""
+
+    transfer: TransferId
+    chunk: int
+    read_number: int
+    blocks: tuple[SealedBlock, ...]
+
+
+class Valid(_Message):
+    """prefill -> decode. They do."""
+
+    transfer: TransferId
+    chunk: int
+    read_number: int
+
+
+class Stale(_Message):
+    """prefill -> decode. They do not: what was read is worthless."""
+
+    transfer: TransferId
+    chunk: int
+    read_number: int
+
+
+class Taken(_Message):
+    """decode -> prefill. These chunks are committed; the record is in hand or not."""
+
+    transfer: TransferId
+    chunks: tuple[int, ...]
+    record: bool
+
+
+class Keep(_Message):
+    """decode -> prefill. These transfers live: renew their leases."""
+
+    transfers: tuple[TransferId, ...]
+
+
+class Cancel(_Message):
+    """Any -> any. Drive the transfer to its end; repeated until Closed, Gone or a new incarnation answers."""
+
+    transfer: TransferId
+    reason: str
+
+
+class Closed(_Message):
+    """The transfer has no holder left here."""
+
+    transfer: TransferId
+    reason: str
+
+
+class Gone(_Message):
+    """The transfer is unknown here. In answer to `about="validate"` it means Stale, else Cancel."""
+
+    transfer: TransferId
+    about: str
+
+
+class Failed(_Message):
+    """prefill, decode -> router, peer. `message` is safe to show to a client only for a request fault."""
+
+    transfer: TransferId
+    kind: FailureKind
+    code: str
+    message: str
+
+
+class TokenDelta(_Part):
+    """Tokens of one request from `first_index` on; `finish` says that the last of them ends the output."""
+
+    transfer: TransferId
+    first_index: int
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    num_cached_tokens: int = 0
+    choice: int = 0
+
+
+class Tokens(_Message):
+    """decode -> router: one frame per engine step and gateway."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+class Ask(_Message):
+    """router -> decode, which is silent though it owns the next step: send again from `next_index`, or say Gone."""
+
+    transfer: TransferId
+    next_index: int
+
+
+# -- liveness and directory ----------------------------------------------------------------------------------------------
+
+
+class Ping(_Message):
+    """Every second on every connection; five seconds of silence end it."""
+
+    load: WorkerLoad | None = None
+    pairs: tuple[PairState, ...] = ()
+    state: WorkerState | None = None
+
+
+class Report(_Message):
+    """worker -> directory: this is my row."""
+
+    entry: WorkerEntry
+
+
+class Subscribe(_Message):
+    """Any -> directory: push me the worker table, now and on every change."""
+
+
+class WorkerTable(_Message):
+    """directory -> subscriber: the whole table; a subscriber keeps the last one when the directory is gone."""
+
+    version: int
+    entries: tuple[WorkerEntry, ...]
+
+
+class DrainWorker(_Message):
+    """supervisor -> worker: accept nothing new, finish what runs, go QUIET."""
+
+    deadline_s: float
+
+
+Message = (
+    Challenge | Hello | PairHello | PairRefused | OpenSink | SinkReady | SinkBusy | StartSource | Progress | Seal | Complete
+    | Resend | Validate | Valid | Stale | Taken | Keep | Cancel | Closed | Gone | Failed | Tokens | Ask | Ping | Report
+    | Subscribe | WorkerTable | DrainWorker
+)  # fmt: skip
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One message as msgpack."""
+    return _ENCODER.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> Message:
+    """Inverse of `encode`. Raises ProtocolMismatch for an unknown message, a missing field or a wrong type."""
+    try:
+        return _DECODER.decode(frame)
+    except msgspec.MsgspecError as error:
+        raise ProtocolMismatch(f"a frame of {len(frame)} bytes is no message of protocol 1: {error}") from error

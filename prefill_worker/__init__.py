@@ -1,0 +1,1 @@
+"""A prefill worker: computes prompts chunk by chunk and hands their blocks off."""

@@ -1,0 +1,1 @@
+"""Placement, relay and the OpenAI-compatible gateway. Never imports torch, ray or nixl."""
