@@ -1,0 +1,244 @@
+"""reconcile: each rule alone, then its promises over random lives of workers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.reconcile import (
+    Action,
+    DrainWorker,
+    GiveUp,
+    KillWorker,
+    ObservedWorker,
+    RestartPolicy,
+    StartWorker,
+    StopWorker,
+    backoff_s,
+    count_failures,
+    reconcile,
+)
+from kv_transfer.identity import WorkerId
+from kv_transfer.messages import WorkerState
+
+POLICY = RestartPolicy()
+A = WorkerId("prefill-0")
+B = WorkerId("decode-0")
+
+
+def _seen(state: WorkerState, **changes: object) -> ObservedWorker:
+    seen = ObservedWorker(worker_id=A, state=state, started_at_s=0.0, heard_at_s=100.0, moved_at_s=100.0, has_served=True)
+    return replace(seen, **changes)  # type: ignore[arg-type]
+
+
+def _decide(seen: ObservedWorker, now_s: float, *, is_wanted: bool = True) -> list[Action]:
+    return reconcile([A] if is_wanted else [], {A: seen}, now_s, POLICY)
+
+
+def test_missing_workers_are_all_started_at_once() -> None:
+    assert reconcile([A, B], {}, 0.0, POLICY) == [StartWorker(A), StartWorker(B)]
+
+
+@pytest.mark.parametrize("state", [WorkerState.STARTING, WorkerState.WARM, WorkerState.SERVING])
+def test_a_healthy_worker_is_left_alone(state: WorkerState) -> None:
+    assert _decide(_seen(state), 100.0) == []
+
+
+def test_the_first_restart_is_immediate() -> None:
+    assert _decide(_seen(WorkerState.GONE, ended_at_s=100.0, failures=1), 100.0) == [StartWorker(A)]
+
+
+def test_a_crash_loop_waits_longer_each_time_up_to_the_cap() -> None:
+    assert [backoff_s(failures, POLICY) for failures in range(9)] == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+    assert backoff_s(10_000, POLICY) == 30
+    seen = _seen(WorkerState.GONE, ended_at_s=100.0, failures=4)
+    assert _decide(seen, 103.9) == []
+    assert _decide(seen, 104.0) == [StartWorker(A)]
+
+
+def test_a_worker_that_never_served_is_given_up_on() -> None:
+    seen = _seen(WorkerState.GONE, ended_at_s=100.0, failures=3, has_served=False)
+    assert _decide(seen, 100.0) == [GiveUp(A, 3)]
+    assert _decide(replace(seen, has_served=True), 200.0) == [StartWorker(A)]
+
+
+def test_a_start_that_takes_too_long_is_stopped() -> None:
+    seen = _seen(WorkerState.STARTING, heard_at_s=0.0)
+    assert _decide(seen, 179.0) == []
+    assert _decide(seen, 180.0) == [StopWorker(A, "not serving 180 s after its start")]
+
+
+def test_a_silent_worker_is_stopped() -> None:
+    assert _decide(_seen(WorkerState.SERVING), 109.9) == []
+    assert _decide(_seen(WorkerState.SERVING), 110.0) == [StopWorker(A, "no report for 10 s")]
+
+
+def test_a_worker_whose_steps_do_not_end_is_stopped() -> None:
+    seen = _seen(WorkerState.SERVING, heard_at_s=300.0)
+    assert _decide(seen, 300.0) == [StopWorker(A, "work waits and no step has ended for 120 s")]
+
+
+def test_a_worker_that_does_not_stop_is_killed() -> None:
+    seen = _seen(WorkerState.SERVING, stop_asked_at_s=100.0)
+    assert _decide(seen, 109.0) == []
+    assert _decide(seen, 110.0) == [KillWorker(A, "it did not stop within 10 s")]
+    assert _decide(seen, 110.0, is_wanted=False) == [KillWorker(A, "it did not stop within 10 s")]
+
+
+def test_a_wanted_worker_that_went_quiet_gets_a_new_incarnation() -> None:
+    (action,) = _decide(_seen(WorkerState.QUIET), 100.0)
+    assert isinstance(action, StopWorker)
+
+
+def test_a_surplus_worker_drains_before_it_stops() -> None:
+    assert _decide(_seen(WorkerState.SERVING), 100.0, is_wanted=False) == [DrainWorker(A)]
+    draining = _seen(WorkerState.DRAINING, drain_deadline_s=105.0)
+    assert _decide(draining, 104.0, is_wanted=False) == []
+    assert _decide(draining, 105.0, is_wanted=False) == [StopWorker(A, "its drain time is over")]
+    assert _decide(_seen(WorkerState.DRAINING, drain_deadline_s=900.0), 110.0, is_wanted=False) == [StopWorker(A, "no report for 10 s")]
+    assert _decide(_seen(WorkerState.QUIET), 100.0, is_wanted=False) == [StopWorker(A, "it is not wanted any more")]
+    assert _decide(_seen(WorkerState.STARTING), 100.0, is_wanted=False) == [StopWorker(A, "it is not wanted any more")]
+
+
+def test_a_gone_surplus_worker_stays_gone() -> None:
+    assert _decide(_seen(WorkerState.GONE, ended_at_s=0.0), 1e6, is_wanted=False) == []
+
+
+def test_failures_count_up_and_are_forgiven_after_a_stable_time() -> None:
+    young = _seen(WorkerState.SERVING, failures=2)
+    assert count_failures(young, was_asked=False, policy=POLICY, now_s=59.0) == 3
+    assert count_failures(young, was_asked=False, policy=POLICY, now_s=60.0) == 1
+    assert count_failures(young, was_asked=True, policy=POLICY, now_s=1.0) == 0
+    assert count_failures(replace(young, has_served=False), was_asked=False, policy=POLICY, now_s=1e6) == 3
+
+
+STATES = st.sampled_from(list(WorkerState))
+TIMES = st.floats(0, 1000, allow_nan=False)
+OBSERVED = st.builds(
+    ObservedWorker,
+    worker_id=st.just(A),
+    state=STATES,
+    started_at_s=TIMES,
+    heard_at_s=TIMES,
+    moved_at_s=TIMES,
+    ended_at_s=st.none() | TIMES,
+    drain_deadline_s=st.none() | TIMES,
+    stop_asked_at_s=st.none() | TIMES,
+    failures=st.integers(0, 20),
+    has_served=st.booleans(),
+)
+
+
+@given(seen=st.none() | OBSERVED, now_s=TIMES, is_wanted=st.booleans())
+def test_what_each_action_needs(seen: ObservedWorker | None, now_s: float, is_wanted: bool) -> None:
+    actions = reconcile([A] if is_wanted else [], {} if seen is None else {A: seen}, now_s, POLICY)
+    assert len(actions) <= 1, "one worker, one action"
+    for action in actions:
+        is_alive = seen is not None and seen.state is not WorkerState.GONE
+        if isinstance(action, StartWorker):
+            assert is_wanted, "only wanted workers are started"
+            assert not is_alive, "never two processes of one worker"
+        elif isinstance(action, GiveUp):
+            assert is_wanted
+            assert not is_alive
+        else:
+            assert is_alive, "a dead process can be neither drained nor stopped"
+        if isinstance(action, DrainWorker):
+            assert not is_wanted, "nobody drains a wanted worker here"
+        if isinstance(action, KillWorker):
+            assert seen is not None
+            assert seen.stop_asked_at_s is not None, "it is asked to stop first"
+
+
+class _World:
+    """Naive workers that follow actions and whatever the script does to them; time moves by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.observed: dict[WorkerId, ObservedWorker] = {}
+        self.starts: dict[WorkerId, list[float]] = {}
+
+    def apply(self, action: Action) -> None:
+        seen = self.observed.get(action.worker_id)
+        if isinstance(action, StartWorker):
+            assert seen is None or seen.state is WorkerState.GONE
+            self.starts.setdefault(action.worker_id, []).append(self.now_s)
+            self.observed[action.worker_id] = ObservedWorker(
+                worker_id=action.worker_id,
+                state=WorkerState.STARTING,
+                started_at_s=self.now_s,
+                heard_at_s=self.now_s,
+                moved_at_s=self.now_s,
+                failures=seen.failures if seen else 0,
+                has_served=True,
+            )
+            return
+        assert seen is not None
+        if isinstance(action, DrainWorker):
+            self.observed[action.worker_id] = replace(seen, state=WorkerState.DRAINING, drain_deadline_s=self.now_s + 20)
+        elif isinstance(action, StopWorker):
+            self.observed[action.worker_id] = replace(seen, stop_asked_at_s=self.now_s)
+        elif isinstance(action, KillWorker):
+            self.end(action.worker_id, was_asked=True)
+
+    def end(self, worker_id: WorkerId, *, was_asked: bool) -> None:
+        seen = self.observed[worker_id]
+        failures = count_failures(seen, was_asked=was_asked, policy=POLICY, now_s=self.now_s)
+        self.observed[worker_id] = replace(
+            seen, state=WorkerState.GONE, ended_at_s=self.now_s, failures=failures, stop_asked_at_s=None, drain_deadline_s=None
+        )
+
+    def tick(self, seconds: float, desired: list[WorkerId]) -> None:
+        self.now_s += seconds
+        for worker_id, seen in self.observed.items():
+            if seen.state is WorkerState.GONE:
+                continue
+            if seen.stop_asked_at_s is not None and self.now_s - seen.stop_asked_at_s > 2:
+                self.end(worker_id, was_asked=True)
+                continue
+            serves = seen.state is WorkerState.STARTING and self.now_s - seen.started_at_s >= 5
+            is_quiet = seen.state is WorkerState.DRAINING and self.now_s + 10 >= (seen.drain_deadline_s or 0)
+            state = WorkerState.SERVING if serves else WorkerState.QUIET if is_quiet else seen.state
+            self.observed[worker_id] = replace(seen, state=state, heard_at_s=self.now_s, moved_at_s=self.now_s)
+        for action in reconcile(desired, self.observed, self.now_s, POLICY):
+            self.apply(action)
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["tick", "crash A", "crash B", "want", "unwant"]), st.floats(0.05, 5)), max_size=40)
+
+
+@given(events=EVENTS)
+@settings(max_examples=150, deadline=None)
+def test_after_any_storm_exactly_the_wanted_workers_serve(events: list[tuple[str, float]]) -> None:
+    world = _World()
+    desired = [A, B]
+    for event, seconds in events:
+        if event.startswith("crash"):
+            worker_id = A if event.endswith("A") else B
+            seen = world.observed.get(worker_id)
+            if seen is not None and seen.state is not WorkerState.GONE:
+                world.end(worker_id, was_asked=seen.stop_asked_at_s is not None)
+        elif event == "want":
+            desired = [A, B]
+        elif event == "unwant":
+            desired = [A]
+        world.tick(seconds, desired)
+    for _ in range(200):
+        world.tick(0.5, desired)
+    serving = {worker_id for worker_id, seen in world.observed.items() if seen.state is WorkerState.SERVING}
+    assert serving == set(desired)
+    assert reconcile(desired, world.observed, world.now_s, POLICY) == [], "nothing left to do"
+
+
+@given(crash_after_s=st.floats(0.05, 4))
+def test_a_crash_loop_never_restarts_faster_than_the_back_off(crash_after_s: float) -> None:
+    world = _World()
+    for _ in range(400):
+        world.tick(0.1, [A])
+        seen = world.observed[A]
+        if seen.state is not WorkerState.GONE and world.now_s - seen.started_at_s >= crash_after_s:
+            world.end(A, was_asked=False)
+    gaps = [later - earlier for earlier, later in zip(world.starts[A], world.starts[A][1:], strict=False)]
+    for number, gap in enumerate(gaps, start=1):
+        assert gap >= backoff_s(number, POLICY)
