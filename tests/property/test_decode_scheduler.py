@@ -1,0 +1,193 @@
+"""The decode scheduler keeps its budgets, preempts the youngest only, and lets every sequence end."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.scheduler import DecodeLimits, DecodePlan, DecodeView, PreemptedSequence, decide
+from glm_runtime.engine.chunk_plan import PrefillDemand
+from kv_transfer.identity import SequenceId
+
+BLOCK = 4
+
+
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> DecodeView:
+    num_running = draw(st.integers(0, 6))
+    filling = tuple(
+        PrefillDemand(sequence_id=SequenceId(f"f{i}"), num_computed_tokens=0, num_tokens=draw(st.integers(1, 30)))
+        for i in range(draw(st.integers(0, 3)))
+    )
+    preempted = []
+    for index in range(draw(st.integers(0, 3))):
+        num_tokens = draw(st.integers(1, 30))
+        preempted.append(
+            PreemptedSequence(
+                sequence_id=SequenceId(f"p{index}"), num_cached_tokens=0, num_tokens=num_tokens, num_new_blocks=blocks_of(num_tokens + 1)
+            )
+        )
+    return DecodeView(
+        running=tuple(SequenceId(f"r{i}") for i in range(num_running)),
+        free_slots=tuple(draw(st.integers(0, 2)) for _ in range(num_running)),
+        exclusive_blocks=tuple(draw(st.integers(0, 3)) for _ in range(num_running)),
+        filling=filling,
+        preempted=tuple(preempted),
+        num_available_blocks=draw(st.integers(0, 12)),
+    )
+
+
+LIMITS = DecodeLimits(max_step_tokens=24, max_chunk_tokens=12, block_size_tokens=BLOCK)
+
+
+@given(views())
+def test_one_plan_keeps_every_limit(view: DecodeView) -> None:
+    plan = decide(view, LIMITS)
+    num_chunk_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+    assert len(plan.rows) + num_chunk_tokens <= LIMITS.max_step_tokens
+    assert not plan.rows or num_chunk_tokens <= LIMITS.max_chunk_tokens
+    gained = sum(view.exclusive_blocks[view.running.index(sequence_id)] for sequence_id in plan.preempt)
+    new_blocks = {sequence.sequence_id: sequence.num_new_blocks for sequence in view.preempted}
+    taken = len(plan.grow) + sum(new_blocks[sequence_id] for sequence_id in plan.resume)
+    assert taken <= view.num_available_blocks + gained
+
+
+@given(views())
+def test_rows_have_room_and_victims_are_the_youngest(view: DecodeView) -> None:
+    plan = decide(view, LIMITS)
+    free_slots = dict(zip(view.running, view.free_slots, strict=True))
+    assert all(free_slots[sequence_id] > 0 or sequence_id in plan.grow for sequence_id in plan.rows)
+    kept = len(view.running) - len(plan.preempt)
+    assert plan.preempt == tuple(reversed(view.running[kept:]))
+    assert set(plan.rows) | set(plan.grow) <= set(view.running[:kept])
+    assert not (plan.preempt and plan.resume), "nobody comes back in the step in which somebody had to go"
+
+
+@given(views())
+def test_no_fewer_preemptions_would_do(view: DecodeView) -> None:
+    """Brute force: the fewest youngest that must go so that each older row moves in order of age, or nobody younger is left."""
+    plan = decide(view, LIMITS)
+
+    def stuck_before(kept: int) -> int | None:
+        left = view.num_available_blocks + sum(view.exclusive_blocks[kept:])
+        for index in range(kept):
+            if view.free_slots[index] == 0:
+                left -= 1
+            if left < 0:
+                return index
+        return None
+
+    kept = len(view.running)
+    while (stuck := stuck_before(kept)) is not None and stuck < kept - 1:
+        kept -= 1
+    assert len(view.running) - len(plan.preempt) == kept
+
+
+@dataclass
+class Sequence:
+    sequence_id: SequenceId
+    num_tokens: int
+    to_emit: int
+    num_blocks: int = 0
+    num_stored: int = 0
+    is_running: bool = False
+
+
+@dataclass
+class Worker:
+    """A decode worker reduced to counters; every sequence fits the pool alone."""
+
+    pool_blocks: int
+    live: list[Sequence] = field(default_factory=list)
+    preemptions: int = 0
+
+    def num_available(self) -> int:
+        return self.pool_blocks - sum(sequence.num_blocks for sequence in self.live)
+
+    def admit(self, sequence: Sequence) -> bool:
+        needed = blocks_of(sequence.num_tokens + 1)
+        if needed > self.num_available() or any(other.num_blocks == 0 for other in self.live):
+            return False
+        sequence.num_blocks = needed
+        self.live.append(sequence)
+        return True
+
+    def view(self) -> DecodeView:
+        running = [sequence for sequence in self.live if sequence.is_running]
+        return DecodeView(
+            running=tuple(sequence.sequence_id for sequence in running),
+            free_slots=tuple(sequence.num_blocks * BLOCK - sequence.num_stored for sequence in running),
+            exclusive_blocks=tuple(sequence.num_blocks for sequence in running),
+            filling=tuple(
+                PrefillDemand(sequence_id=s.sequence_id, num_computed_tokens=s.num_stored, num_tokens=s.num_tokens)
+                for s in self.live
+                if s.num_blocks and not s.is_running
+            ),
+            preempted=tuple(
+                PreemptedSequence(
+                    sequence_id=s.sequence_id, num_cached_tokens=0, num_tokens=s.num_tokens, num_new_blocks=blocks_of(s.num_tokens + 1)
+                )
+                for s in self.live
+                if not s.num_blocks
+            ),
+            num_available_blocks=self.num_available(),
+        )
+
+    def apply(self, plan: DecodePlan) -> None:
+        by_id = {sequence.sequence_id: sequence for sequence in self.live}
+        for sequence_id in plan.preempt:
+            by_id[sequence_id].num_blocks = by_id[sequence_id].num_stored = 0
+            by_id[sequence_id].is_running = False
+            self.preemptions += 1
+        for sequence_id in plan.grow:
+            by_id[sequence_id].num_blocks += 1
+        for sequence_id in plan.resume:
+            by_id[sequence_id].num_blocks = blocks_of(by_id[sequence_id].num_tokens + 1)
+        assert self.num_available() >= 0, "blocks overcommitted"
+        for sequence_id in plan.rows:
+            self._emit(by_id[sequence_id], by_id[sequence_id].num_stored + 1)
+        for chunk in plan.chunks:
+            sequence = by_id[chunk.sequence_id]
+            if chunk.is_last:
+                self._emit(sequence, chunk.end)
+            else:
+                sequence.num_stored = chunk.end
+
+    def _emit(self, sequence: Sequence, num_stored: int) -> None:
+        sequence.num_stored = num_stored
+        sequence.num_tokens += 1
+        sequence.to_emit -= 1
+        sequence.is_running = True
+        if sequence.to_emit == 0:
+            self.live.remove(sequence)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 24)), min_size=1, max_size=8), st.integers(12, 16))
+def test_every_sequence_ends_however_small_the_pool(requests: list[tuple[int, int]], pool_blocks: int) -> None:
+    worker = Worker(pool_blocks)
+    outside = [Sequence(SequenceId(f"s{i}"), num_tokens, to_emit) for i, (num_tokens, to_emit) in enumerate(requests)]
+    # Each token may cost at worst one whole recomputation of its sequence, and while one is recomputed the others may wait.
+    bound = sum(to_emit * (2 + blocks_of(num_tokens + to_emit)) for num_tokens, to_emit in requests)
+    for _ in range(bound):
+        while outside and worker.admit(outside[0]):
+            outside.pop(0)
+        worker.apply(decide(worker.view(), LIMITS))
+    assert not outside
+    assert not worker.live
+    assert worker.num_available() == pool_blocks
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=4))
+def test_the_oldest_running_moves_in_every_step(lengths: list[int]) -> None:
+    worker = Worker(12)
+    for index, to_emit in enumerate(lengths):
+        worker.admit(Sequence(SequenceId(f"s{index}"), 4, to_emit))
+    while worker.live:
+        oldest = worker.live[0]
+        was_running, before = oldest.is_running, oldest.to_emit
+        worker.apply(decide(worker.view(), LIMITS))
+        assert oldest.to_emit == before - 1 or not was_running
