@@ -19,6 +19,8 @@ Incarnation = NewType("Incarnation", int)
 """Random 63-bit number, new at each process start, role switch, memory re-registration or weight change."""
 BlockId = NewType("BlockId", int)
 Generation = NewType("Generation", int)
+PeerId = NewType("PeerId", str)
+"""One start of one party, "<party_id>@<incarnation in hex>": whom a message goes to."""
 PackedTokens = NewType("PackedTokens", bytes)
 """Token ids as little-endian int32, the form that is hashed, sent and sliced without copies of Python integers."""
 
@@ -40,6 +42,11 @@ class TransferId(msgspec.Struct, frozen=True, array_like=True, order=True):
 def new_incarnation() -> Incarnation:
     """Mint the incarnation of this process start; never 0, which means "no such process"."""
     return Incarnation(secrets.randbits(63) | 1)
+
+
+def peer_id(party_id: str, incarnation: Incarnation) -> PeerId:
+    """The name of one start of one party."""
+    return PeerId(f"{party_id}@{incarnation:x}")
 
 
 def pack_tokens(tokens: Iterable[int]) -> PackedTokens:

@@ -107,7 +107,5 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def fingerprint(self) -> str:
         """Digest of everything that must agree between peers; geometry (ranks, block count) is not part of it."""
-        canonical = msgspec.json.encode(
-            (PROTOCOL_MAJOR, self.block_size_tokens, self.components, self.model_digest, self.tokenizer_digest)
-        )
+        canonical = msgspec.json.encode((PROTOCOL_MAJOR, self.block_size_tokens, self.components, self.model_digest, self.tokenizer_digest))
         return hashlib.sha256(canonical).hexdigest()[:32]

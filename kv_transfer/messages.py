@@ -69,7 +69,7 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
-class SamplingParameters(_Part):
+class SamplingParameters(_Part, frozen=True):
     """How tokens are drawn. Noise is keyed by (seed, token index), so any attempt draws the same.
 
     temperature: 0 is greedy. top_p in (0, 1]. top_k: 0 is off. seed: the router mints one when the client gave none.
@@ -85,7 +85,7 @@ class SamplingParameters(_Part):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class SealedBlock(_Part):
+class SealedBlock(_Part, frozen=True):
     """A block as it was sealed: where the bytes are and which use of the block they belong to."""
 
     block_id: BlockId
@@ -93,7 +93,7 @@ class SealedBlock(_Part):
     rank: int = 0
 
 
-class HandoffRecord(_Part):
+class HandoffRecord(_Part, frozen=True):
     """What decode needs beside the blocks, one entry for choice 0 now; schema-versioned, covered by `digest`.
 
     token: the sample at `first_index`, drawn once by prefill. hidden_state: raw bytes of h_P when the layout has MTP components.
@@ -112,7 +112,7 @@ class HandoffRecord(_Part):
     digest: bytes = b""
 
 
-class WorkerAddress(_Part):
+class WorkerAddress(_Part, frozen=True):
     """How to reach one worker's control socket, and which start of it is meant."""
 
     worker_id: WorkerId
@@ -121,7 +121,7 @@ class WorkerAddress(_Part):
     port: int
 
 
-class WorkerLoad(_Part):
+class WorkerLoad(_Part, frozen=True):
     """What a worker says about itself; rides on PING and on reports to the directory."""
 
     num_running: int = 0
@@ -144,7 +144,7 @@ class WorkerLoad(_Part):
     stale_validations: int = 0
 
 
-class PairState(_Part):
+class PairState(_Part, frozen=True):
     """A decode worker's view of one prefill peer; the router uses a pair only while it is up."""
 
     worker_id: WorkerId
@@ -153,7 +153,7 @@ class PairState(_Part):
     bytes_per_s: float = 0.0
 
 
-class WorkerEntry(_Part):
+class WorkerEntry(_Part, frozen=True):
     """One row of the directory's worker table."""
 
     address: WorkerAddress
@@ -166,7 +166,7 @@ class WorkerEntry(_Part):
     max_model_len_tokens: int = 0
 
 
-class PeerOffer(_Part):
+class PeerOffer(_Part, frozen=True):
     """The part of HELLO that two workers exchange: what must agree, and where the pool lies.
 
     agent_metadata: the transport's description of this pair's own agent. base_address, block_bytes, num_blocks: the pool;
@@ -189,7 +189,7 @@ class PeerOffer(_Part):
 # -- opening a connection ------------------------------------------------------------------------------------------------
 
 
-class Challenge(_Message):
+class Challenge(_Message, frozen=True):
     """First frame of both sides: a fresh nonce that the other must prove the shared secret with."""
 
     nonce: bytes
@@ -197,8 +197,8 @@ class Challenge(_Message):
     protocol_minor: int
 
 
-class Hello(_Message):
-    """Second frame of both sides: who speaks, and `proof` = HMAC-SHA256(secret, own kind, own nonce, peer nonce)."""
+class Hello(_Message, frozen=True):
+    """Second frame of both sides: who speaks, and `proof`, an HMAC-SHA256 over role, identity and both nonces (`link.py`)."""
 
     kind: PartyKind
     party_id: str
@@ -206,13 +206,13 @@ class Hello(_Message):
     proof: bytes
 
 
-class PairHello(_Message):
+class PairHello(_Message, frozen=True):
     """Decode -> prefill and back: build the transport of this pair. Repeated with a higher epoch to re-make an agent."""
 
     offer: PeerOffer
 
 
-class PairRefused(_Message):
+class PairRefused(_Message, frozen=True):
     """The pair cannot be used; `reason` is for the operator."""
 
     code: str
@@ -222,7 +222,7 @@ class PairRefused(_Message):
 # -- a hand-off ----------------------------------------------------------------------------------------------------------
 
 
-class OpenSink(_Message):
+class OpenSink(_Message, frozen=True):
     """router -> decode. `tokens` are prompt then emitted; deadline_s is time left, as clocks differ between hosts."""
 
     transfer: TransferId
@@ -236,7 +236,7 @@ class OpenSink(_Message):
     source: WorkerAddress | None
 
 
-class SinkReady(_Message):
+class SinkReady(_Message, frozen=True):
     """decode -> router. The first `have_tokens` are pinned on the sink; `credit_blocks` are its to fill."""
 
     transfer: TransferId
@@ -244,14 +244,14 @@ class SinkReady(_Message):
     credit_blocks: int
 
 
-class SinkBusy(_Message):
+class SinkBusy(_Message, frozen=True):
     """decode -> router. No credit now; the router cancels this attempt and tries elsewhere or later."""
 
     transfer: TransferId
     retry_after_s: float
 
 
-class StartSource(_Message):
+class StartSource(_Message, frozen=True):
     """router -> prefill. Compute the tokens, send what lies at or after `need_from`."""
 
     transfer: TransferId
@@ -266,7 +266,7 @@ class StartSource(_Message):
     sink: WorkerAddress
 
 
-class Progress(_Message):
+class Progress(_Message, frozen=True):
     """prefill -> decode, router. Refreshes the no-progress timer; sent until RELEASED so that a lost COMPLETE is noticed."""
 
     transfer: TransferId
@@ -276,7 +276,7 @@ class Progress(_Message):
     num_sealed_chunks: int
 
 
-class Seal(_Message):
+class Seal(_Message, frozen=True):
     """prefill -> decode. Chunk `chunk` holds tokens [start, end) in `blocks`; all components named in `component_mask`."""
 
     transfer: TransferId
@@ -289,7 +289,7 @@ class Seal(_Message):
     digests: tuple[tuple[int, ...], ...] = ()
 
 
-class Complete(_Message):
+class Complete(_Message, frozen=True):
     """prefill -> decode. There are `num_chunks` chunks, and here is the record."""
 
     transfer: TransferId
@@ -297,7 +297,7 @@ class Complete(_Message):
     record: HandoffRecord
 
 
-class Resend(_Message):
+class Resend(_Message, frozen=True):
     """decode -> prefill. Say SEAL of these chunks again, or COMPLETE."""
 
     transfer: TransferId
@@ -305,7 +305,7 @@ class Resend(_Message):
     record: bool
 
 
-class Validate(_Message):
+class Validate(_Message, frozen=True):
     """decode -> prefill, after READ `read_number` is DONE on every rank: do these blocks still carry these generations?"""
 
     transfer: TransferId
@@ -314,7 +314,7 @@ class Validate(_Message):
     blocks: tuple[SealedBlock, ...]
 
 
-class Valid(_Message):
+class Valid(_Message, frozen=True):
     """prefill -> decode. They do."""
 
     transfer: TransferId
@@ -322,7 +322,7 @@ class Valid(_Message):
     read_number: int
 
 
-class Stale(_Message):
+class Stale(_Message, frozen=True):
     """prefill -> decode. They do not: what was read is worthless."""
 
     transfer: TransferId
@@ -330,7 +330,7 @@ class Stale(_Message):
     read_number: int
 
 
-class Taken(_Message):
+class Taken(_Message, frozen=True):
     """decode -> prefill. These chunks are committed; the record is in hand or not."""
 
     transfer: TransferId
@@ -338,34 +338,36 @@ class Taken(_Message):
     record: bool
 
 
-class Keep(_Message):
+class Keep(_Message, frozen=True):
     """decode -> prefill. These transfers live: renew their leases."""
 
     transfers: tuple[TransferId, ...]
 
 
-class Cancel(_Message):
+class Cancel(_Message, frozen=True):
     """Any -> any. Drive the transfer to its end; repeated until Closed, Gone or a new incarnation answers."""
 
     transfer: TransferId
     reason: str
 
 
-class Closed(_Message):
+class Closed(_Message, frozen=True):
     """The transfer has no holder left here."""
 
     transfer: TransferId
     reason: str
 
 
-class Gone(_Message):
-    """The transfer is unknown here. In answer to `about="validate"` it means Stale, else Cancel."""
+class Gone(_Message, frozen=True):
+    """The transfer is unknown here. In answer to `about="validate"` it means Stale of that chunk's READ, else Cancel."""
 
     transfer: TransferId
     about: str
+    chunk: int = -1
+    read_number: int = -1
 
 
-class Failed(_Message):
+class Failed(_Message, frozen=True):
     """prefill, decode -> router, peer. `message` is safe to show to a client only for a request fault."""
 
     transfer: TransferId
@@ -374,7 +376,7 @@ class Failed(_Message):
     message: str
 
 
-class TokenDelta(_Part):
+class TokenDelta(_Part, frozen=True):
     """Tokens of one request from `first_index` on; `finish` says that the last of them ends the output."""
 
     transfer: TransferId
@@ -385,13 +387,13 @@ class TokenDelta(_Part):
     choice: int = 0
 
 
-class Tokens(_Message):
+class Tokens(_Message, frozen=True):
     """decode -> router: one frame per engine step and gateway."""
 
     deltas: tuple[TokenDelta, ...]
 
 
-class Ask(_Message):
+class Ask(_Message, frozen=True):
     """router -> decode, which is silent though it owns the next step: send again from `next_index`, or say Gone."""
 
     transfer: TransferId
@@ -401,7 +403,7 @@ class Ask(_Message):
 # -- liveness and directory ----------------------------------------------------------------------------------------------
 
 
-class Ping(_Message):
+class Ping(_Message, frozen=True):
     """Every second on every connection; five seconds of silence end it."""
 
     load: WorkerLoad | None = None
@@ -409,24 +411,24 @@ class Ping(_Message):
     state: WorkerState | None = None
 
 
-class Report(_Message):
+class Report(_Message, frozen=True):
     """worker -> directory: this is my row."""
 
     entry: WorkerEntry
 
 
-class Subscribe(_Message):
+class Subscribe(_Message, frozen=True):
     """Any -> directory: push me the worker table, now and on every change."""
 
 
-class WorkerTable(_Message):
+class WorkerTable(_Message, frozen=True):
     """directory -> subscriber: the whole table; a subscriber keeps the last one when the directory is gone."""
 
     version: int
     entries: tuple[WorkerEntry, ...]
 
 
-class DrainWorker(_Message):
+class DrainWorker(_Message, frozen=True):
     """supervisor -> worker: accept nothing new, finish what runs, go QUIET."""
 
     deadline_s: float
