@@ -1,0 +1,57 @@
+"""What is checked on this machine before anything starts: the port, memory, disk. Each check raises ConfigError naming the field."""
+
+import socket
+from pathlib import Path
+
+import psutil
+
+from cluster.config import ServeConfig, needed_memory_bytes
+from kv_transfer.errors import ConfigError
+
+MIB = 1024 * 1024
+NEEDED_DISK_BYTES = 256 * MIB
+"""Ray's session folder, its shared memory file where /dev/shm is too small, and logs."""
+
+
+def check_machine(config: ServeConfig) -> None:
+    """Raise ConfigError for the first thing that this machine lacks."""
+    check_port(config.gateway.host, config.gateway.port)
+    check_memory(config)
+    check_disk(Path(config.cluster.state_dir))
+    if not Path(config.cluster.logging_config_file).is_file():
+        raise ConfigError(f"there is no file {config.cluster.logging_config_file}", path="cluster.logging_config_file")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError when nobody could listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); end what uses it or choose another port with --port",
+            path="gateway.port",
+        ) from None
+
+
+def check_memory(config: ServeConfig) -> None:
+    """Raise ConfigError when the workers would not fit into the memory that is available now."""
+    weight_bytes = sum(file.stat().st_size for file in config.runtime.checkpoint.glob("*.safetensors"))
+    needed, available = needed_memory_bytes(config, weight_bytes), psutil.virtual_memory().available
+    if needed > available:
+        raise ConfigError(
+            f"{config.num_workers} workers need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
+            f"(now {config.runtime.cache_bytes // MIB} MiB each) or start fewer workers",
+            path="runtime.cache_bytes",
+        )
+
+
+def check_disk(state_dir: Path) -> None:
+    """Raise ConfigError when Ray and the logs would not fit where the run keeps its files."""
+    place = next(folder for folder in (state_dir, *state_dir.absolute().parents) if folder.exists())
+    free = psutil.disk_usage(str(place)).free
+    if free < NEEDED_DISK_BYTES:
+        raise ConfigError(f"{free // MIB} MiB are free in {place}, {NEEDED_DISK_BYTES // MIB} MiB are needed", path="cluster.state_dir")
