@@ -5,12 +5,13 @@ Knows: when a worker is started, restarted after a back-off, drained, stopped or
 actions, so an action whose effect is not visible yet must be visible in the observation (`stop_asked_at_s`, state DRAINING).
 
          absent --Start--> STARTING/WARM/SERVING --Drain--> DRAINING --> QUIET --Stop--> GONE --Start (back-off)--> ...
-                                 `-- silent, stuck, too slow to start: Stop, then Kill after a grace --^
+                                 `-- silent, too slow to start: Stop, then Kill after a grace --^
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.observation import ObservedWorker
 from kv_transfer.identity import WorkerId
 from kv_transfer.messages import WorkerState
 
@@ -22,41 +23,19 @@ UNDER_WAY = frozenset({WorkerState.PENDING, WorkerState.STARTING, WorkerState.WA
 class RestartPolicy:
     """When a worker is given up on and how soon the next one is started in its place.
 
-    start_timeout_s: from start to SERVING. silence_timeout_s: between two reports. stall_timeout_s: work waits and no step ends.
-    stop_grace_s: from asking a worker to stop to killing it. backoff_base_s, backoff_cap_s: the first restart is immediate, the
-    n-th waits base * 2^(n-2) up to the cap. stable_after_s: a worker that has served that long has its failures forgiven.
-    max_failed_starts: so many failures of a worker that never served end a start-up.
+    start_timeout_s: from start to SERVING. silence_timeout_s: between two reports (an engine that hangs ends its process by
+    itself). stop_grace_s: from asking a worker to stop to killing it. backoff_base_s, backoff_cap_s: the first restart is
+    immediate, the n-th waits base * 2^(n-2) up to the cap. stable_after_s: a worker that has served that long has its failures
+    forgiven. max_failed_starts: so many failures of a worker that never served end a start-up.
     """
 
     start_timeout_s: float = 180.0
     silence_timeout_s: float = 10.0
-    stall_timeout_s: float = 120.0
     stop_grace_s: float = 10.0
     backoff_base_s: float = 1.0
     backoff_cap_s: float = 30.0
     stable_after_s: float = 60.0
     max_failed_starts: int = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObservedWorker:
-    """What is known of a worker's present (or, when GONE, last) process.
-
-    started_at_s: when its process was started. heard_at_s: its last report, or started_at_s before the first one.
-    moved_at_s: the last moment at which a step had ended or nothing was waiting. ended_at_s: when it was seen dead.
-    failures: ends in a row that nobody asked for. drain_deadline_s: set while DRAINING.
-    """
-
-    worker_id: WorkerId
-    state: WorkerState
-    started_at_s: float
-    heard_at_s: float
-    moved_at_s: float
-    ended_at_s: float | None = None
-    drain_deadline_s: float | None = None
-    stop_asked_at_s: float | None = None
-    failures: int = 0
-    has_served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +86,6 @@ def backoff_s(failures: int, policy: RestartPolicy) -> float:
     return min(policy.backoff_cap_s, policy.backoff_base_s * 2.0 ** min(failures - 2, 62))
 
 
-def count_failures(observed: ObservedWorker, *, was_asked: bool, policy: RestartPolicy, now_s: float) -> int:
-    """Failures in a row after this worker's end at `now_s`: none when it was asked to end, one when it had been stable."""
-    if was_asked:
-        return 0
-    is_stable = observed.has_served and now_s - observed.started_at_s >= policy.stable_after_s
-    return 1 if is_stable else observed.failures + 1
-
-
 def reconcile(
     desired: Sequence[WorkerId], observed: Mapping[WorkerId, ObservedWorker], now_s: float, policy: RestartPolicy
 ) -> list[Action]:
@@ -148,7 +119,8 @@ def _for_surplus(seen: ObservedWorker, now_s: float, policy: RestartPolicy) -> A
         return DrainWorker(seen.worker_id)
     if seen.state is WorkerState.DRAINING:
         is_late = seen.drain_deadline_s is not None and now_s >= seen.drain_deadline_s
-        return StopWorker(seen.worker_id, "its drain time is over") if is_late else _stop_when_silent(seen, now_s, policy)
+        reason = "its drain time is over" if is_late else _what_is_wrong(seen, now_s, policy)
+        return StopWorker(seen.worker_id, reason) if reason else None
     return StopWorker(seen.worker_id, "it is not wanted any more")
 
 
@@ -165,18 +137,11 @@ def _kill_when_late(seen: ObservedWorker, asked_at_s: float, now_s: float, polic
     return KillWorker(seen.worker_id, f"it did not stop within {policy.stop_grace_s:g} s") if is_late else None
 
 
-def _stop_when_silent(seen: ObservedWorker, now_s: float, policy: RestartPolicy) -> Action | None:
-    is_silent = now_s - seen.heard_at_s >= policy.silence_timeout_s
-    return StopWorker(seen.worker_id, f"no report for {policy.silence_timeout_s:g} s") if is_silent else None
-
-
 def _what_is_wrong(seen: ObservedWorker, now_s: float, policy: RestartPolicy) -> str | None:
-    """Why a wanted worker should be replaced, or None. Before SERVING only the start timer counts: loading blocks reports."""
+    """Why a worker should be replaced, or None. Before SERVING only the start timer counts: loading weights may hold up reports."""
     if seen.state in UNDER_WAY:
         is_late = now_s - seen.started_at_s >= policy.start_timeout_s
         return f"not serving {policy.start_timeout_s:g} s after its start" if is_late else None
     if now_s - seen.heard_at_s >= policy.silence_timeout_s:
         return f"no report for {policy.silence_timeout_s:g} s"
-    if now_s - seen.moved_at_s >= policy.stall_timeout_s:
-        return f"work waits and no step has ended for {policy.stall_timeout_s:g} s"
     return None

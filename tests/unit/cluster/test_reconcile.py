@@ -6,17 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.observation import ObservedWorker, ask_to_drain, ask_to_stop, begin, end, hear
 from cluster.reconcile import (
     Action,
     DrainWorker,
     GiveUp,
     KillWorker,
-    ObservedWorker,
     RestartPolicy,
     StartWorker,
     StopWorker,
     backoff_s,
-    count_failures,
     reconcile,
 )
 from kv_transfer.identity import WorkerId
@@ -28,7 +27,7 @@ B = WorkerId("decode-0")
 
 
 def _seen(state: WorkerState, **changes: object) -> ObservedWorker:
-    seen = ObservedWorker(worker_id=A, state=state, started_at_s=0.0, heard_at_s=100.0, moved_at_s=100.0, has_served=True)
+    seen = ObservedWorker(worker_id=A, state=state, started_at_s=0.0, heard_at_s=100.0, has_served=True)
     return replace(seen, **changes)  # type: ignore[arg-type]
 
 
@@ -74,11 +73,6 @@ def test_a_silent_worker_is_stopped() -> None:
     assert _decide(_seen(WorkerState.SERVING), 110.0) == [StopWorker(A, "no report for 10 s")]
 
 
-def test_a_worker_whose_steps_do_not_end_is_stopped() -> None:
-    seen = _seen(WorkerState.SERVING, heard_at_s=300.0)
-    assert _decide(seen, 300.0) == [StopWorker(A, "work waits and no step has ended for 120 s")]
-
-
 def test_a_worker_that_does_not_stop_is_killed() -> None:
     seen = _seen(WorkerState.SERVING, stop_asked_at_s=100.0)
     assert _decide(seen, 109.0) == []
@@ -107,10 +101,15 @@ def test_a_gone_surplus_worker_stays_gone() -> None:
 
 def test_failures_count_up_and_are_forgiven_after_a_stable_time() -> None:
     young = _seen(WorkerState.SERVING, failures=2)
-    assert count_failures(young, was_asked=False, policy=POLICY, now_s=59.0) == 3
-    assert count_failures(young, was_asked=False, policy=POLICY, now_s=60.0) == 1
-    assert count_failures(young, was_asked=True, policy=POLICY, now_s=1.0) == 0
-    assert count_failures(replace(young, has_served=False), was_asked=False, policy=POLICY, now_s=1e6) == 3
+    assert end(young, 60.0, 59.0).failures == 3
+    assert end(young, 60.0, 60.0).failures == 1
+    assert end(replace(young, stop_asked_at_s=0.5), 60.0, 1.0).failures == 0
+    assert end(replace(young, has_served=False), 60.0, 1e6).failures == 3
+
+
+def test_a_report_does_not_wake_the_dead() -> None:
+    dead = end(_seen(WorkerState.SERVING), 60.0, 100.0)
+    assert hear(dead, WorkerState.SERVING, 101.0) == dead
 
 
 STATES = st.sampled_from(list(WorkerState))
@@ -121,7 +120,6 @@ OBSERVED = st.builds(
     state=STATES,
     started_at_s=TIMES,
     heard_at_s=TIMES,
-    moved_at_s=TIMES,
     ended_at_s=st.none() | TIMES,
     drain_deadline_s=st.none() | TIMES,
     stop_asked_at_s=st.none() | TIMES,
@@ -164,30 +162,18 @@ class _World:
         if isinstance(action, StartWorker):
             assert seen is None or seen.state is WorkerState.GONE
             self.starts.setdefault(action.worker_id, []).append(self.now_s)
-            self.observed[action.worker_id] = ObservedWorker(
-                worker_id=action.worker_id,
-                state=WorkerState.STARTING,
-                started_at_s=self.now_s,
-                heard_at_s=self.now_s,
-                moved_at_s=self.now_s,
-                failures=seen.failures if seen else 0,
-                has_served=True,
-            )
+            self.observed[action.worker_id] = replace(begin(action.worker_id, seen, self.now_s), has_served=True)
             return
         assert seen is not None
         if isinstance(action, DrainWorker):
-            self.observed[action.worker_id] = replace(seen, state=WorkerState.DRAINING, drain_deadline_s=self.now_s + 20)
+            self.observed[action.worker_id] = ask_to_drain(seen, self.now_s + 20)
         elif isinstance(action, StopWorker):
-            self.observed[action.worker_id] = replace(seen, stop_asked_at_s=self.now_s)
+            self.observed[action.worker_id] = ask_to_stop(seen, self.now_s)
         elif isinstance(action, KillWorker):
-            self.end(action.worker_id, was_asked=True)
+            self.end(action.worker_id)
 
-    def end(self, worker_id: WorkerId, *, was_asked: bool) -> None:
-        seen = self.observed[worker_id]
-        failures = count_failures(seen, was_asked=was_asked, policy=POLICY, now_s=self.now_s)
-        self.observed[worker_id] = replace(
-            seen, state=WorkerState.GONE, ended_at_s=self.now_s, failures=failures, stop_asked_at_s=None, drain_deadline_s=None
-        )
+    def end(self, worker_id: WorkerId) -> None:
+        self.observed[worker_id] = end(self.observed[worker_id], POLICY.stable_after_s, self.now_s)
 
     def tick(self, seconds: float, desired: list[WorkerId]) -> None:
         self.now_s += seconds
@@ -195,12 +181,12 @@ class _World:
             if seen.state is WorkerState.GONE:
                 continue
             if seen.stop_asked_at_s is not None and self.now_s - seen.stop_asked_at_s > 2:
-                self.end(worker_id, was_asked=True)
+                self.end(worker_id)
                 continue
-            serves = seen.state is WorkerState.STARTING and self.now_s - seen.started_at_s >= 5
+            serves = seen.state is WorkerState.PENDING and self.now_s - seen.started_at_s >= 5
             is_quiet = seen.state is WorkerState.DRAINING and self.now_s + 10 >= (seen.drain_deadline_s or 0)
             state = WorkerState.SERVING if serves else WorkerState.QUIET if is_quiet else seen.state
-            self.observed[worker_id] = replace(seen, state=state, heard_at_s=self.now_s, moved_at_s=self.now_s)
+            self.observed[worker_id] = hear(seen, state, self.now_s)
         for action in reconcile(desired, self.observed, self.now_s, POLICY):
             self.apply(action)
 
@@ -218,7 +204,7 @@ def test_after_any_storm_exactly_the_wanted_workers_serve(events: list[tuple[str
             worker_id = A if event.endswith("A") else B
             seen = world.observed.get(worker_id)
             if seen is not None and seen.state is not WorkerState.GONE:
-                world.end(worker_id, was_asked=seen.stop_asked_at_s is not None)
+                world.end(worker_id)
         elif event == "want":
             desired = [A, B]
         elif event == "unwant":
@@ -238,7 +224,7 @@ def test_a_crash_loop_never_restarts_faster_than_the_back_off(crash_after_s: flo
         world.tick(0.1, [A])
         seen = world.observed[A]
         if seen.state is not WorkerState.GONE and world.now_s - seen.started_at_s >= crash_after_s:
-            world.end(A, was_asked=False)
+            world.end(A)
     gaps = [later - earlier for earlier, later in zip(world.starts[A], world.starts[A][1:], strict=False)]
     for number, gap in enumerate(gaps, start=1):
         assert gap >= backoff_s(number, POLICY)
