@@ -35,7 +35,7 @@ class RouterConfig:
     request_deadline_s: float = 900.0
 
     max_attempts: int = 8
-    """Attempts of one request that may fail. An attempt that was answered BUSY is none."""
+    """Attempts of one request that may fail. One that a worker put off (BUSY, retryable later) is none."""
     retry_backoff_s: float = 0.05
     max_retry_backoff_s: float = 1.0
 
