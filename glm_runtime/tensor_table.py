@@ -1,0 +1,98 @@
+"""The tensors of a `glm_moe_dsa` checkpoint: name, shape, and whether each may be quantised, from a `GlmConfig` alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from glm_runtime.config import GlmConfig
+from glm_runtime.config_fields import FP8_BLOCK
+
+SCALE_SUFFIX = ".weight_scale_inv"
+"""Name of a block-FP8 scale, beside `.weight`. Despite "inv" it multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a checkpoint must hold under one name. `is_quantisable`: may come as e4m3 with a scale tensor beside it."""
+
+    shape: tuple[int, ...]
+    is_quantisable: bool = False
+    must_be_fp32: bool = False
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the scale of a block-FP8 matrix; the last block of a dimension may be partial."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
+
+
+def tensor_table(config: GlmConfig) -> dict[str, TensorSpec]:
+    """Every tensor that the checkpoint must hold (scales excepted), the MTP layer's included."""
+    table = dict(_global_tensors(config))
+    for layer in range(config.num_hidden_layers):
+        table.update(_layer_tensors(config, layer, config.is_indexing_layer(layer), config.is_moe_layer(layer)))
+    for layer in config.mtp_layers:
+        table.update(_layer_tensors(config, layer, has_indexer=True, is_moe=True))
+        table.update(_mtp_tensors(config, layer))
+    return table
+
+
+def _global_tensors(config: GlmConfig) -> Iterator[tuple[str, TensorSpec]]:
+    yield "model.embed_tokens.weight", TensorSpec((config.vocab_size, config.hidden_size))
+    yield "model.norm.weight", TensorSpec((config.hidden_size,))
+    yield "lm_head.weight", TensorSpec((config.vocab_size, config.hidden_size))
+
+
+def _layer_tensors(config: GlmConfig, layer: int, has_indexer: bool, is_moe: bool) -> Iterator[tuple[str, TensorSpec]]:
+    prefix = f"model.layers.{layer}."
+    yield prefix + "input_layernorm.weight", TensorSpec((config.hidden_size,))
+    yield prefix + "post_attention_layernorm.weight", TensorSpec((config.hidden_size,))
+    yield from _attention_tensors(config, prefix + "self_attn.")
+    if has_indexer:
+        yield from _indexer_tensors(config, prefix + "self_attn.indexer.")
+    if is_moe:
+        yield from _moe_tensors(config, prefix + "mlp.")
+    else:
+        yield from _mlp_tensors(config, prefix + "mlp.", config.intermediate_size)
+
+
+def _attention_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:
+    heads = config.num_attention_heads
+    yield prefix + "q_a_proj.weight", TensorSpec((config.q_lora_rank, config.hidden_size), is_quantisable=True)
+    yield prefix + "q_a_layernorm.weight", TensorSpec((config.q_lora_rank,))
+    yield prefix + "q_b_proj.weight", TensorSpec((heads * config.qk_head_dim, config.q_lora_rank), is_quantisable=True)
+    yield prefix + "kv_a_proj_with_mqa.weight", TensorSpec((config.latent_dim, config.hidden_size), is_quantisable=True)
+    yield prefix + "kv_a_layernorm.weight", TensorSpec((config.kv_lora_rank,))
+    head_rows = config.qk_nope_head_dim + config.v_head_dim
+    yield prefix + "kv_b_proj.weight", TensorSpec((heads * head_rows, config.kv_lora_rank), is_quantisable=True)
+    yield prefix + "o_proj.weight", TensorSpec((config.hidden_size, heads * config.v_head_dim), is_quantisable=True)
+
+
+def _indexer_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:
+    width = config.index_head_dim
+    yield prefix + "wq_b.weight", TensorSpec((config.index_n_heads * width, config.q_lora_rank), is_quantisable=True)
+    yield prefix + "wk.weight", TensorSpec((width, config.hidden_size), is_quantisable=True)
+    yield prefix + "weights_proj.weight", TensorSpec((config.index_n_heads, config.hidden_size), is_quantisable=True)
+    yield prefix + "k_norm.weight", TensorSpec((width,))
+    yield prefix + "k_norm.bias", TensorSpec((width,))
+
+
+def _mlp_tensors(config: GlmConfig, prefix: str, inner: int) -> Iterator[tuple[str, TensorSpec]]:
+    yield prefix + "gate_proj.weight", TensorSpec((inner, config.hidden_size), is_quantisable=True)
+    yield prefix + "up_proj.weight", TensorSpec((inner, config.hidden_size), is_quantisable=True)
+    yield prefix + "down_proj.weight", TensorSpec((config.hidden_size, inner), is_quantisable=True)
+
+
+def _moe_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:
+    yield prefix + "gate.weight", TensorSpec((config.n_routed_experts, config.hidden_size))
+    # A bf16 bias would collapse near-equal scores, so a checkpoint that has one is refused.
+    yield prefix + "gate.e_score_correction_bias", TensorSpec((config.n_routed_experts,), must_be_fp32=True)
+    yield from _mlp_tensors(config, prefix + "shared_experts.", config.n_shared_experts * config.moe_intermediate_size)
+    for expert in range(config.n_routed_experts):
+        yield from _mlp_tensors(config, f"{prefix}experts.{expert}.", config.moe_intermediate_size)
+
+
+def _mtp_tensors(config: GlmConfig, layer: int) -> Iterator[tuple[str, TensorSpec]]:
+    prefix = f"model.layers.{layer}."
+    yield prefix + "enorm.weight", TensorSpec((config.hidden_size,))
+    yield prefix + "hnorm.weight", TensorSpec((config.hidden_size,))
+    yield prefix + "shared_head.norm.weight", TensorSpec((config.hidden_size,))
+    yield prefix + "eh_proj.weight", TensorSpec((config.hidden_size, 2 * config.hidden_size), is_quantisable=True)
