@@ -1,0 +1,66 @@
+"""A model that is ready to serve: loaded, bound to its pool, and warm.
+
+Knows: the order of loading, and that a first step is slow and must not be a user's. Does not know workers.
+"""
+
+from dataclasses import dataclass
+
+from glm_runtime.engine.request_check import RequestLimits
+from glm_runtime.engine.runner import ModelRunner
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.runtime import GlmRuntime
+from glm_runtime.runtime_config import RuntimeConfig
+from kv_transfer.block_pool import BlockPool
+from kv_transfer.identity import BlockId, Incarnation, SequenceId
+from kv_transfer.layout import CacheLayout
+from kv_transfer.messages import SamplingParameters
+from kv_transfer.pool_memory import PoolMemory
+
+WARM_UP_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held."""
+
+    runner: ModelRunner
+    layout: CacheLayout
+    weights_version: str
+    memory: PoolMemory
+    pool: BlockPool
+    request_limits: RequestLimits
+    max_step_tokens: int
+
+
+def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> LoadedModel:
+    """Load the checkpoint, map the pool with the incarnation's probe pattern, and run a first step. Takes seconds to minutes.
+
+    Raises ConfigError as `GlmRuntime.load` does.
+    """
+    runtime = GlmRuntime.load(runtime_config)
+    memory = PoolMemory(runtime.num_blocks, runtime.layout.block_bytes)
+    memory.write_probe(incarnation)
+    runner = runtime.attach(memory)
+    _warm_up(runner)
+    block_size_tokens = runtime.layout.block_size_tokens
+    return LoadedModel(
+        runner=runner,
+        layout=runtime.layout,
+        weights_version=runtime.weights_version,
+        memory=memory,
+        pool=BlockPool(runtime.num_blocks, block_size_tokens),
+        request_limits=RequestLimits(
+            vocab_size=runtime.config.vocab_size,
+            max_model_len_tokens=runtime.max_model_len_tokens,
+            capacity_tokens=runtime.num_blocks * block_size_tokens,
+        ),
+        max_step_tokens=runtime_config.max_step_tokens,
+    )
+
+
+def _warm_up(runner: ModelRunner) -> None:
+    """A chunk and a decode row over block 0, before anybody owns it; what they leave there is overwritten before it is read."""
+    sampling = SamplingParameters(max_tokens=2, seed=0)
+    for start, tokens in ((0, [0] * WARM_UP_TOKENS), (WARM_UP_TOKENS, [0])):
+        piece = SequenceSlice(sequence_id=SequenceId("warm-up"), tokens=tokens, start=start, block_table=[BlockId(0)], sampling=sampling)
+        runner.run(StepPlan(step_number=0, slices=(piece,)))

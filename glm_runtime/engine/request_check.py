@@ -1,0 +1,54 @@
+"""Whether a request can be computed here at all. A worker checks what the router sends: a bad token id would stop its engine."""
+
+import math
+from dataclasses import dataclass
+
+from kv_transfer.errors import InvalidRequest, PromptTooLong
+from kv_transfer.messages import SamplingParameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """What one worker can compute. capacity_tokens: tokens that its whole pool holds."""
+
+    vocab_size: int
+    max_model_len_tokens: int
+    capacity_tokens: int
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest sequence, prompt and output: the cache of its very last token is never stored."""
+        return min(self.max_model_len_tokens, self.capacity_tokens + 1)
+
+
+def check_request(
+    tokens: list[int], *, num_prompt_tokens: int, first_index: int, sampling: SamplingParameters, limits: RequestLimits
+) -> None:
+    """Raise InvalidRequest, or PromptTooLong, for what no attempt here could compute.
+
+    tokens: prompt, then the `first_index` tokens that earlier attempts have emitted.
+    """
+    if num_prompt_tokens < 1 or first_index < 0 or len(tokens) != num_prompt_tokens + first_index:
+        raise InvalidRequest(
+            f"{len(tokens)} tokens were sent for a prompt of {num_prompt_tokens} and {first_index} emitted ones; a prompt has one or more"
+        )
+    if min(tokens) < 0 or max(tokens) >= limits.vocab_size:
+        raise InvalidRequest(f"token ids lie between {min(tokens)} and {max(tokens)}; this model's are 0 to {limits.vocab_size - 1}")
+    if sampling.max_tokens <= first_index:
+        raise InvalidRequest(f"max_tokens is {sampling.max_tokens} and {first_index} are emitted already: nothing is left to compute")
+    num_sequence_tokens = num_prompt_tokens + sampling.max_tokens
+    if num_sequence_tokens > limits.max_sequence_tokens:
+        raise PromptTooLong(
+            f"prompt has {num_prompt_tokens} tokens and asks for {sampling.max_tokens} more; a sequence may have "
+            f"{limits.max_sequence_tokens} here. Shorten the prompt or lower max_tokens."
+        )
+    _check_sampling(sampling)
+
+
+def _check_sampling(sampling: SamplingParameters) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidRequest(f"temperature is {sampling.temperature}; it must be 0 or more", param="temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p is {sampling.top_p}; it must be above 0 and at most 1", param="top_p")
+    if sampling.top_k < 0:
+        raise InvalidRequest(f"top_k is {sampling.top_k}; it must be 0 (off) or more", param="top_k")
