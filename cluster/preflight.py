@@ -1,5 +1,6 @@
 """What is checked on this machine before anything starts: the port, memory, disk. Each check raises ConfigError naming the field."""
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -35,6 +36,15 @@ def check_port(host: str, port: int) -> None:
             f"cannot listen on {host}:{port} ({error.strerror or error}); end what uses it or choose another port with --port",
             path="gateway.port",
         ) from None
+
+
+def choose_port(config: ServeConfig) -> ServeConfig:
+    """The configuration with a free port in the place of 0: a gateway that is started again must be found where it was."""
+    if config.gateway.port != 0:
+        return config
+    with socket.create_server((config.gateway.host, 0)) as probe:
+        port = int(probe.getsockname()[1])
+    return dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, port=port))
 
 
 def check_memory(config: ServeConfig) -> None:

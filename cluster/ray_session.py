@@ -7,6 +7,7 @@ Ray's processes are children of the thread that calls `start_ray` and end with i
 thread must live as long as the run.
 """
 
+import ctypes
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+PR_SET_CHILD_SUBREAPER = 36
 NAMESPACE = "glm-cluster"
 MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray refuses less than about 75 MiB. Nothing is ever put there: no Ray object is on the path of a request."""
@@ -58,21 +60,21 @@ def stop_ray() -> None:
         ray.shutdown()
 
 
-def end_leftovers(children: list[psutil.Process], grace_s: float) -> list[int]:
-    """Terminate, then kill those of `children` that still run. Returns the pids that had to be killed."""
-    alive = [child for child in children if child.is_running()]
-    for child in alive:
-        _signal(child, kill=False)
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that `end_descendants` misses nobody."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(grace_s: float) -> list[int]:
+    """Terminate, then kill every process below this one. Returns the pids that had to be killed; blocks for up to twice `grace_s`."""
+    alive = psutil.Process().children(recursive=True)
+    for process in alive:
+        _signal(process, kill=False)
     _, stubborn = psutil.wait_procs(alive, timeout=grace_s)
-    for child in stubborn:
-        _signal(child, kill=True)
+    for process in stubborn:
+        _signal(process, kill=True)
     psutil.wait_procs(stubborn, timeout=grace_s)
-    return [child.pid for child in stubborn]
-
-
-def list_descendants() -> list[psutil.Process]:
-    """All processes below this one, to be taken before they are told to end: an orphan has another parent."""
-    return psutil.Process().children(recursive=True)
+    return [process.pid for process in stubborn]
 
 
 def _signal(process: psutil.Process, *, kill: bool) -> None:

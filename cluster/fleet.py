@@ -1,0 +1,210 @@
+"""All workers of the cluster: carries out what `reconcile` decides, and turns reports and deaths into observations.
+
+Knows: actors, their placement groups, what was last seen of each worker. Does not decide (`reconcile.py`) and knows no gateway.
+Everything runs on the supervisor's loop, except Ray's calls, which run one after the other on the Ray thread.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster import observation
+from cluster.config import ServeConfig
+from cluster.observation import ObservedWorker
+from cluster.placement import GroupPlan
+from cluster.reconcile import Action, DrainWorker, GiveUp, KillWorker, StartWorker, StopWorker, reconcile
+from cluster.worker_spec import WorkerSpec
+from kv_transfer.errors import ConfigError, WorkerError
+from kv_transfer.identity import WorkerId
+from kv_transfer.messages import WorkerEntry, WorkerState
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from cluster.actors import RunningActor
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_TIMEOUT_S = 60.0
+LOG_TAIL_LINES = 12
+
+RayCall = Callable[..., Awaitable[Any]]
+"""Runs a function with arguments on the Ray thread."""
+
+
+class StartFailed(WorkerError):
+    """A worker cannot be started here."""
+
+    code = "start_failed"
+
+
+class WorkerFleet:
+    """`desired` is what there should be; `tick` brings it about, one step at a time.
+
+    on_gone: told at once when a worker's process is dead. tell: one line for the person at the terminal.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        plans: Sequence[GroupPlan],
+        make_spec: Callable[[GroupPlan], WorkerSpec],
+        call_ray: RayCall,
+        on_gone: Callable[[WorkerId], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.desired = [plan.worker_id for plan in plans]
+        self._config = config
+        self._plans = {plan.worker_id: plan for plan in plans}
+        self._make_spec = make_spec
+        self._call_ray = call_ray
+        self._on_gone = on_gone
+        self._tell = tell
+        self._groups: Mapping[WorkerId, PlacementGroup] = {}
+        self._actors: dict[WorkerId, RunningActor] = {}
+        self._ended: list[RunningActor] = []
+        self._observed: dict[WorkerId, ObservedWorker] = {}
+        self.changed = asyncio.Event()
+
+    @property
+    def observed(self) -> Mapping[WorkerId, ObservedWorker]:
+        """What is known of each worker."""
+        return self._observed
+
+    @property
+    def missing(self) -> list[WorkerId]:
+        """Desired workers that do not serve."""
+        return [worker_id for worker_id in self.desired if self._state(worker_id) is not WorkerState.SERVING]
+
+    async def place(self) -> None:
+        """Reserve every worker's placement group. Raises ConfigError."""
+        from cluster.actors import place_groups
+
+        self._groups = await self._call_ray(place_groups, list(self._plans.values()), PLACEMENT_TIMEOUT_S)
+
+    async def tick(self) -> None:
+        """Do what is due now. Raises StartFailed when a worker that never served has failed too often."""
+        await self._end_processes()
+        for action in reconcile(self.desired, self._observed, time.monotonic(), self._config.cluster.restart):
+            await self._carry_out(action)
+
+    def hear(self, entry: WorkerEntry, now_s: float) -> None:
+        """A worker has reported."""
+        worker_id = entry.address.worker_id
+        before = self._observed.get(worker_id)
+        if before is None or before.state is WorkerState.GONE:
+            return
+        after = observation.hear(before, entry.state, now_s)
+        self._observed[worker_id] = after
+        if after.state is not before.state:
+            since_start_s = now_s - after.started_at_s
+            self._tell(f"{worker_id} is {entry.state.value} (pid {entry.pid}, {since_start_s:.1f} s after its start)")
+            logger.info("worker state changed worker_id=%s state=%s pid=%s", worker_id, entry.state.value, entry.pid)
+            self.changed.set()
+
+    async def stop_all(self, grace_s: float, hurry: asyncio.Event) -> list[WorkerId]:
+        """Stop every worker, kill those that have not ended after `grace_s` or once `hurry` is set. Returns the killed ones."""
+        self.desired = []
+        actors = dict(self._actors)
+        for worker_id in actors:
+            await self._stop(worker_id)
+        ends = [asyncio.ensure_future(asyncio.wrap_future(actor.ended)) for actor in actors.values()]
+        if not ends:
+            return []
+        waiting = asyncio.ensure_future(asyncio.wait(ends, timeout=grace_s))
+        hurrying = asyncio.ensure_future(hurry.wait())
+        await asyncio.wait([waiting, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        late = [worker_id for worker_id, actor in actors.items() if not actor.ended.done()]
+        for worker_id in actors:
+            await self._kill(worker_id)
+        await asyncio.gather(waiting, *ends, return_exceptions=True)
+        return late
+
+    def _state(self, worker_id: WorkerId) -> WorkerState | None:
+        seen = self._observed.get(worker_id)
+        return None if seen is None else seen.state
+
+    async def _carry_out(self, action: Action) -> None:
+        worker_id = action.worker_id
+        if isinstance(action, StartWorker):
+            await self._start(worker_id)
+        elif isinstance(action, DrainWorker):
+            drain_s = self._config.timers.drain_cap_s
+            self._observed[worker_id] = observation.ask_to_drain(self._observed[worker_id], time.monotonic() + drain_s)
+            await self._call_ray(self._actors[worker_id].handle.drain.remote, drain_s)
+        elif isinstance(action, StopWorker):
+            logger.warning("worker is stopped worker_id=%s reason=%s", worker_id, action.reason)
+            self._tell(f"{worker_id} is stopped: {action.reason}")
+            await self._stop(worker_id)
+        elif isinstance(action, KillWorker):
+            logger.warning("worker is killed worker_id=%s reason=%s", worker_id, action.reason)
+            await self._kill(worker_id)
+        elif isinstance(action, GiveUp):
+            raise StartFailed(f"{worker_id} failed {action.failures} times to start.\n{self._tail(worker_id)}", worker_id=worker_id)
+
+    async def _start(self, worker_id: WorkerId) -> None:
+        from cluster.actors import start_actor
+
+        spec = self._make_spec(self._plans[worker_id])
+        self._observed[worker_id] = observation.begin(worker_id, self._observed.get(worker_id), time.monotonic())
+        actor: RunningActor = await self._call_ray(start_actor, spec, self._groups[worker_id])
+        self._actors[worker_id] = actor
+        loop = asyncio.get_running_loop()
+        actor.ended.add_done_callback(lambda future: loop.call_soon_threadsafe(self._take_end, worker_id, actor, future))
+
+    async def _stop(self, worker_id: WorkerId) -> None:
+        self._observed[worker_id] = observation.ask_to_stop(self._observed[worker_id], time.monotonic())
+        await self._call_ray(self._actors[worker_id].handle.stop.remote)
+
+    async def _kill(self, worker_id: WorkerId) -> None:
+        from cluster.actors import kill_actor
+
+        await self._call_ray(kill_actor, self._actors[worker_id])
+
+    async def _end_processes(self) -> None:
+        """End the processes of services that have ended: what such a process still holds must not outlive its incarnation."""
+        from cluster.actors import kill_actor
+
+        ended, self._ended = self._ended, []
+        for actor in ended:
+            await self._call_ray(kill_actor, actor)
+
+    def _take_end(self, worker_id: WorkerId, actor: "RunningActor", future: Any) -> None:
+        """The parked call has returned: the service or the whole process has ended, 10 to 20 ms ago."""
+        if self._actors.get(worker_id) is not actor:
+            return
+        seen = self._observed[worker_id]
+        now_s = time.monotonic()
+        self._observed[worker_id] = observation.end(seen, self._config.cluster.restart.stable_after_s, now_s)
+        self._on_gone(worker_id)
+        self.changed.set()
+        if seen.stop_asked_at_s is not None:
+            logger.info("worker ended worker_id=%s", worker_id)
+        else:
+            reason = describe_end(future.exception())
+            logger.warning("worker lost worker_id=%s failures=%s reason=%s", worker_id, self._observed[worker_id].failures, reason)
+            self._tell(f"{worker_id} is gone: {reason}")
+        self._ended.append(actor)
+
+    def _tail(self, worker_id: WorkerId) -> str:
+        log_file = Path(self._make_spec(self._plans[worker_id]).log_file)
+        try:
+            lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        except OSError:
+            lines = []
+        return "\n".join([f"The end of {log_file}:", *(f"  {line}" for line in lines)])
+
+
+def describe_end(error: BaseException | None) -> str:
+    """One line about why a worker has ended, from what its parked call gave."""
+    if error is None:
+        return "its service has ended"
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
