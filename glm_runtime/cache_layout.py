@@ -23,13 +23,15 @@ def resolve_cache_format(config: GlmConfig, requested: str) -> CacheFormat:
 
     Raises ConfigError for a format that does not exist.
     """
-    if requested == "auto":
-        return _FORMAT_OF_DTYPE[config.dtype]
-    if requested == "bf16":
+    return _FORMAT_OF_DTYPE[config.dtype] if requested == "auto" else _element_format(requested)
+
+
+def _element_format(name: str) -> CacheFormat:
+    if name == "bf16":
         return "bf16"
-    if requested == "fp32":
+    if name == "fp32":
         return "fp32"
-    raise ConfigError(f"cache_format is {requested!r}; expected 'auto', 'bf16' or 'fp32'")
+    raise ConfigError(f"cache_format is {name!r}; expected 'auto', 'bf16' or 'fp32'")
 
 
 def make_cache_layout(
@@ -41,6 +43,11 @@ def make_cache_layout(
     """
     components = (mla_component(config, cache_format), index_component(config, cache_format))
     return CacheLayout(block_size_tokens, components, model_digest, tokenizer_digest)
+
+
+def element_format(component: CacheComponent) -> CacheFormat:
+    """What one element of a component is. Raises ConfigError for an encoding that this module did not make."""
+    return _element_format(component.encoding.split(";")[0])
 
 
 def mla_component(config: GlmConfig, cache_format: CacheFormat) -> CacheComponent:

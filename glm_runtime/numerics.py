@@ -1,0 +1,54 @@
+"""The two ways to compute: `deterministic`, where a row's bits depend on its own sequence alone, and `fast`.
+
+Deterministic means fp32 weights and activations, row-invariant matrix products (`linear.py`), one attention form over a list of
+fixed width, fixed key tiles, sums in a fixed order, and no function whose vector and scalar paths differ (see `silu`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from glm_runtime.config import GlmConfig
+from glm_runtime.linear import Gemm, choose_gemm
+
+NumericsMode = Literal["deterministic", "fast"]
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """dtype: of weights and activations; scores, softmax, norms and router are fp32 always.
+
+    scratch_bytes: what one kernel may use for intermediate values. Larger tiles are slower here: beyond the caches each new page
+    costs more than the arithmetic (measured: 64 rows of 64 keys, 9 MB, is the knee).
+    """
+
+    mode: NumericsMode
+    dtype: torch.dtype
+    gemm: Gemm
+    scratch_bytes: int = 8 << 20
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.mode == "deterministic"
+
+
+def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]]) -> Numerics:
+    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all weights. Raises ConfigError as `choose_gemm`."""
+    if mode == "fast":
+        return Numerics(mode=mode, dtype=_TORCH_DTYPES[config.dtype], gemm=Gemm())
+    return Numerics(mode=mode, dtype=torch.float32, gemm=choose_gemm(gemm_shapes))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)). torch.sigmoid gives an element other bits in the scalar tail of a buffer than in its vector part."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), for the reason of `sigmoid`; computed in fp32, returned in x's dtype."""
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)

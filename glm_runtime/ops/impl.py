@@ -1,0 +1,19 @@
+"""Which implementation of an op runs: chosen once, by device. `impl` arguments exist for tests."""
+
+from typing import Literal
+
+from torch import Tensor
+
+Impl = Literal["reference", "cpu"]
+
+
+def choose_impl(impl: Impl | None, tensor: Tensor) -> Impl:
+    """The explicit choice, else what serves on the tensor's device."""
+    return impl or ("cpu" if tensor.device.type == "cpu" else "reference")
+
+
+def check_shape(op: str, argument: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raises ValueError naming op, argument, expected and actual shape; -1 in `expected` stands for any size."""
+    actual = tuple(tensor.shape)
+    if len(actual) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, actual, strict=True)):
+        raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")

@@ -1,0 +1,41 @@
+"""Routed experts as two matrix products per expert that any row chose. Contract: `reference.py`.
+
+Rows are sorted by expert into segments that start at multiples of the row tile, so that a product never mixes experts and its
+padding is already in place. Sums run in the order of a row's own list, so a row does not see who else chose its experts.
+"""
+
+import torch
+from torch import Tensor
+
+from glm_runtime.linear import Gemm
+from glm_runtime.numerics import silu
+
+
+def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, gemm: Gemm) -> Tensor:
+    """Contract: `reference.moe_experts`."""
+    num_rows, num_chosen = chosen.shape
+    flat = chosen.reshape(-1)
+    counts = torch.bincount(flat, minlength=gate_up.shape[0])
+    padded = counts + (-counts % gemm.row_tile)
+    ends = padded.cumsum(0)
+    order = flat.sort(stable=True).indices  # assignments by expert
+    rank = torch.arange(flat.shape[0]) - (counts.cumsum(0) - counts)[flat[order]]
+    places = torch.empty_like(flat)
+    places[order] = (ends - padded)[flat[order]] + rank
+
+    grouped = x.new_zeros(int(ends[-1]), x.shape[1])
+    grouped[places] = x.repeat_interleave(num_chosen, dim=0)
+    hits = [(expert, end - size, end) for expert, (size, end) in enumerate(zip(padded.tolist(), ends.tolist(), strict=True)) if size]
+    inner = grouped.new_empty(grouped.shape[0], gate_up.shape[1])
+    for expert, start, end in hits:
+        inner[start:end] = gemm.linear(grouped[start:end], gate_up[expert])
+    gated, linear = inner.chunk(2, dim=1)
+    activated = silu(gated) * linear
+    for expert, start, end in hits:
+        grouped[start:end] = gemm.linear(activated[start:end], down[expert])
+
+    weighed = grouped[places].float().view(num_rows, num_chosen, -1) * gates[..., None]
+    total = weighed[:, 0].clone()
+    for column in range(1, num_chosen):
+        total += weighed[:, column]
+    return total

@@ -1,0 +1,90 @@
+"""One step as tensors: which row belongs to which sequence, where it is stored, and which rows the indexer must score.
+
+Legend, here and in all model code: `T` rows of the step, `R` sequences, `H` heads, `D` head dim, `C` latent rank, `S` context
+tokens, `P` blocks of the pool, `B` blocks of a table, `K` top-k, `E` experts. Built from a plan by `engine/batch_builder.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows [row_start, row_end) are positions start, start + 1, ... of sequence `sequence`."""
+
+    sequence: int
+    row_start: int
+    row_end: int
+    start: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.row_end - self.row_start
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence once this step is stored."""
+        return self.start + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows that see more than index_topk tokens, in a rectangle: sequences of similar length, the same number of rows each.
+
+    rows: [R', t] row numbers. positions: [R', t]. block_tables: [R', B'], filled with block 0 beyond a sequence's own blocks.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """Rows [num_rows, T) are padding: token 0 at position 0, stored nowhere, seeing nothing.
+
+    tokens, positions, slots, row_sequences: [T] int64; slots are -1 on padding. block_tables: [R, B] int64, filled with 0.
+    visible: [T] int64, tokens a row may attend to, itself included; 0 on padding.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    row_sequences: Tensor
+    visible: Tensor
+    block_tables: Tensor
+    spans: tuple[RowSpan, ...]
+    scored: tuple[ScoredRows, ...]
+    num_rows: int
+    max_visible: int
+
+
+def group_scored_rows(
+    spans: Sequence[RowSpan], block_tables: Tensor, *, index_topk: int, block_size_tokens: int, tile_blocks: int
+) -> tuple[ScoredRows, ...]:
+    """Put the rows that need scores into rectangles; rows that see at most `index_topk` tokens need none.
+
+    Spans with equally many such rows share a rectangle when their contexts, in key tiles of `tile_blocks` blocks, round up to the
+    same power of two: so at most half of the keys read are padding, and 16 decode rows cost one or two kernel calls, not 16.
+    """
+    buckets: dict[tuple[int, int], list[RowSpan]] = {}
+    for span in spans:
+        first = max(span.start, index_topk)
+        if span.end > first:
+            scored = RowSpan(span.sequence, span.row_end - (span.end - first), span.row_end, first)
+            num_tiles = -(-span.end // (tile_blocks * block_size_tokens))
+            buckets.setdefault((scored.num_rows, 1 << (num_tiles - 1).bit_length()), []).append(scored)
+    return tuple(_rectangle(members, block_tables, block_size_tokens, tile_blocks) for members in buckets.values())
+
+
+def _rectangle(members: Sequence[RowSpan], block_tables: Tensor, block_size_tokens: int, tile_blocks: int) -> ScoredRows:
+    offsets = torch.arange(members[0].num_rows)
+    rows = torch.tensor([span.row_start for span in members])[:, None] + offsets
+    positions = torch.tensor([span.start for span in members])[:, None] + offsets
+    num_blocks = max(-(-span.end // block_size_tokens) for span in members)
+    num_blocks += -num_blocks % tile_blocks
+    tables = block_tables[[span.sequence for span in members], :num_blocks]
+    return ScoredRows(rows, positions, torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1])))
