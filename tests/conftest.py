@@ -1,0 +1,31 @@
+"""What all tests share: hypothesis's fixed profile and the one running cluster of the session."""
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.running_cluster import RunningCluster, start_cluster
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[RunningCluster]:
+    """One prefill and one decode worker through the command line; started once, torn down and checked at the end."""
+    running = start_cluster()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def cluster(shared_cluster: RunningCluster) -> Iterator[RunningCluster]:
+    """The shared cluster, with all its workers serving; afterwards nothing may be held any more."""
+    shared_cluster.wait_until_serving()
+    yield shared_cluster
+    shared_cluster.wait_until_quiescent()

@@ -1,0 +1,172 @@
+"""A real cluster for tests: `glm-cluster serve` as a child process on a free port, with a state directory of its own.
+
+It is spoken to as a user would: HTTP, `glm-cluster status --json`, signals. It is ended by its pid, and what it leaves is counted.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+COMMAND = str(Path(sys.executable).parent / "glm-cluster")
+START_TIMEOUT_S = 150.0
+STOP_TIMEOUT_S = 60.0
+QUIET_TIMEOUT_S = 30.0
+POLL_S = 0.1
+
+
+class RunningCluster:
+    """One `serve` process. `url` is set once it is ready."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", state_dir: Path, output: Path) -> None:
+        self.process = process
+        self.state_dir = state_dir
+        self.output = output
+        self.url = ""
+
+    @property
+    def output_text(self) -> str:
+        """What `serve` has printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def status(self) -> dict[str, Any]:
+        """`glm-cluster status --json`."""
+        done = subprocess.run(
+            [COMMAND, "status", "--json", "--state-dir", str(self.state_dir)], capture_output=True, text=True, check=False, timeout=30
+        )
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {"workers": []}
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        """One worker's row."""
+        return next(worker for worker in self.status()["workers"] if worker["id"] == worker_id)
+
+    def kill_worker(self, worker_id: str) -> int:
+        """SIGKILL one worker's process. Returns its pid."""
+        pid = int(self.worker(worker_id)["pid"])
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def complete(self, prompt: Sequence[int], *, timeout_s: float = 240.0, **parameters: Any) -> dict[str, Any]:
+        """POST /v1/completions with token ids at temperature 0; the whole answer."""
+        body = {"model": "glm", "prompt": list(prompt), "temperature": 0, "return_token_ids": True, **parameters}
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def wait_until_ready(self) -> None:
+        """Wait for the first moment at which a request could be served."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, f"serve ended with {self.process.returncode}:\n{self.output_text}\n{self.log_tails()}"
+            status = self.status()
+            self.url = status.get("url", "")
+            return bool(self.url) and "ready: serving" in self.output_text
+
+        wait_until(is_ready, START_TIMEOUT_S, lambda: f"not ready:\n{self.output_text}\n{self.log_tails()}")
+
+    def wait_until_serving(self) -> None:
+        """Wait until every worker serves again, with its pairs up."""
+
+        def all_serve() -> bool:
+            workers = self.status()["workers"]
+            num_prefill = sum(worker["role"] == "prefill" for worker in workers)
+            return bool(workers) and all(
+                worker["state"] == "serving" and (worker["role"] == "prefill" or len(worker["pairs_up"]) == num_prefill)
+                for worker in workers
+            )
+
+        wait_until(all_serve, START_TIMEOUT_S, lambda: f"not serving: {self.status()}\n{self.log_tails()}")
+
+    def wait_until_quiescent(self) -> None:
+        """Wait until no block is held and no transfer is known anywhere: every block is free, cached or quarantined."""
+
+        def is_quiescent() -> bool:
+            workers = self.status()["workers"]
+            return bool(workers) and all(
+                worker["blocks_held"] == 0
+                and worker["num_transfers"] == 0
+                and worker["blocks_free"] + worker["blocks_cached"] + worker["blocks_quarantined"] == worker["blocks_total"] > 0
+                for worker in workers
+                if worker["state"] == "serving"
+            )
+
+        wait_until(is_quiescent, QUIET_TIMEOUT_S, lambda: f"something is still held: {json.dumps(self.status()['workers'], indent=1)}")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Signal `serve`, wait for its end and check that no process of it is left."""
+        below = [] if self.process.poll() is not None else psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(number)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        finally:
+            left = end_all(below)
+            self.process.kill()
+            output = self.output_text
+            shutil.rmtree(self.state_dir, ignore_errors=True)
+        assert code == 0, f"serve ended with {code}:\n{output}"
+        assert not left, f"left behind: {left}\n{output}"
+
+    def log_tails(self, num_lines: int = 15) -> str:
+        """The last lines of every log of the run, for the message of a failed test."""
+        logs = sorted(self.state_dir.glob("*/logs/*.log"))
+        return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) for log in logs)
+
+
+def start_cluster(*options: str, config: str = "") -> RunningCluster:
+    """Start `serve` with these options (and this TOML) and wait until it is ready; cleans up when it does not come up."""
+    running = launch_cluster(*options, config=config)
+    try:
+        running.wait_until_ready()
+        running.wait_until_serving()
+    except BaseException:
+        below = [] if running.process.poll() is not None else psutil.Process(running.process.pid).children(recursive=True)
+        running.process.terminate()
+        running.process.wait(STOP_TIMEOUT_S)
+        end_all(below)
+        shutil.rmtree(running.state_dir, ignore_errors=True)
+        raise
+    return running
+
+
+def launch_cluster(*options: str, config: str = "") -> RunningCluster:
+    """Start `serve` and return at once."""
+    state_dir = Path(tempfile.mkdtemp(prefix="glmt-"))  # short: Ray's socket paths lie below it
+    output = state_dir / "output"
+    arguments = [COMMAND, "serve", "--port", "0", "--state-dir", str(state_dir), *options]
+    if config:
+        (state_dir / "cluster.toml").write_text(config)
+        arguments += ["--config", str(state_dir / "cluster.toml")]
+    with output.open("wb") as stream:
+        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
+    return RunningCluster(process, state_dir, output)
+
+
+def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> list[str]:
+    """Wait for these processes and kill those that stay. Returns what had to be killed."""
+    _, left = psutil.wait_procs(processes, timeout=grace_s)
+    names = []
+    for process in left:
+        try:
+            names.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    return names
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:
+    """Poll until the condition holds; fails with the description."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"after {timeout_s:g} s: {describe()}"
+        time.sleep(POLL_S)
