@@ -1,45 +1,69 @@
 """A whole prefill worker in one process: from the checkpoint to an orderly stop.
 
-Knows: what is started, watched and stopped in which order. Does not know Ray, or who started it.
+Knows: how the parts of a prefill worker are put together. Does not know Ray, or who started it.
 """
 
+import asyncio
 from collections.abc import Callable
 
-from prefill_worker.config import PrefillConfig
+from glm_runtime.engine.loaded_model import LoadedModel
+from glm_runtime.engine.step_holders import StepHolders
+from glm_runtime.engine.step_plan import StepPlan, StepResult
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
+from glm_runtime.engine.worker_role import Outside
+from glm_runtime.engine.worker_shell import ShellTiming, WorkerShell
 from glm_runtime.runtime_config import RuntimeConfig
-from kv_transfer.identity import Incarnation
-from kv_transfer.messages import WorkerAddress
+from kv_transfer.block_pool import PoolAudit
+from kv_transfer.identity import Incarnation, PeerId
+from kv_transfer.link import Party
+from kv_transfer.messages import Message, PairHello, PairState, PartyKind, StartSource, WorkerAddress, WorkerLoad, WorkerTable
+from kv_transfer.pairing import PairTerms
+from kv_transfer.session import SourceSession
+from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
+from kv_transfer.transports.nixl import NixlTransport
+from prefill_worker.config import PrefillConfig
+from prefill_worker.engine import PrefillEngine
+from prefill_worker.pairs import DecodePairs
+from prefill_worker.sender import Sender
+from prefill_worker.sequences import PrefillSequences
 
 
 class PrefillService:
     """One start of one prefill worker. `run` it once, from a thread that has no event loop."""
 
     def __init__(
-        self,
-        identity: WorkerIdentity,
-        runtime_config: RuntimeConfig,
-        prefill_config: PrefillConfig,
-        network: WorkerNetwork,
+        self, identity: WorkerIdentity, runtime_config: RuntimeConfig, prefill_config: PrefillConfig, network: WorkerNetwork
     ) -> None:
-        raise NotImplementedError
+        timing = ShellTiming(
+            tick_interval_s=prefill_config.tick_interval_s,
+            step_timeout_s=prefill_config.step_timeout_s,
+            stop_timeout_s=prefill_config.stop_timeout_s,
+        )
+        self._shell = WorkerShell(
+            identity,
+            "prefill",
+            runtime_config,
+            network,
+            timing,
+            lambda model, outside, me: PrefillRole(model, outside, me, prefill_config, network),
+        )
 
     @property
     def incarnation(self) -> Incarnation:
         """The number of this process start, minted by the constructor."""
-        raise NotImplementedError
+        return self._shell.me.incarnation
 
     def run(self, on_serving: Callable[[WorkerAddress], None] | None = None) -> None:
-        """Load, serve, and return after `request_stop` or a finished drain; `on_serving` is called once, from this thread.
+        """Load, serve, and return after `request_stop`; `on_serving` is called once, from this thread.
 
         Raises ConfigError before anything is served, and EngineFault when a step failed or hung: then let the process exit.
         """
-        raise NotImplementedError
+        self._shell.run(on_serving)
 
     def request_stop(self) -> None:
-        """Cancel what runs, tell the peers, close everything, return from `run`. Any thread, any time, often."""
-        raise NotImplementedError
+        """Fail what runs as retryable elsewhere, close everything, return from `run`. Any thread, any time, often."""
+        self._shell.request_stop()
 
     def request_drain(self, deadline_s: float) -> None:
-        """Accept nothing new, finish what runs within `deadline_s` seconds, go QUIET. Any thread; DRAIN does the same by message."""
-        raise NotImplementedError
+        """Accept nothing new, finish what runs within `deadline_s` seconds, be QUIET until stopped. Any thread; DRAIN does the same."""
+        self._shell.request_drain(deadline_s)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from kv_transfer.errors import InvalidRequest, PromptTooLong
+from kv_transfer.identity import TOKEN_BYTES, PackedTokens, unpack_tokens
 from kv_transfer.messages import SamplingParameters
 
 
@@ -22,12 +23,15 @@ class RequestLimits:
 
 
 def check_request(
-    tokens: list[int], *, num_prompt_tokens: int, first_index: int, sampling: SamplingParameters, limits: RequestLimits
+    packed: PackedTokens, *, num_prompt_tokens: int, first_index: int, sampling: SamplingParameters, limits: RequestLimits
 ) -> None:
     """Raise InvalidRequest, or PromptTooLong, for what no attempt here could compute.
 
-    tokens: prompt, then the `first_index` tokens that earlier attempts have emitted.
+    packed: prompt, then the `first_index` tokens that earlier attempts have emitted.
     """
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidRequest(f"{len(packed)} bytes are no packed tokens: each takes {TOKEN_BYTES}")
+    tokens = unpack_tokens(packed)
     if num_prompt_tokens < 1 or first_index < 0 or len(tokens) != num_prompt_tokens + first_index:
         raise InvalidRequest(
             f"{len(tokens)} tokens were sent for a prompt of {num_prompt_tokens} and {first_index} emitted ones; a prompt has one or more"

@@ -23,20 +23,16 @@ def views(draw: st.DrawFn) -> DecodeView:
         PrefillDemand(sequence_id=SequenceId(f"f{i}"), num_computed_tokens=0, num_tokens=draw(st.integers(1, 30)))
         for i in range(draw(st.integers(0, 3)))
     )
-    preempted = []
-    for index in range(draw(st.integers(0, 3))):
-        num_tokens = draw(st.integers(1, 30))
-        preempted.append(
-            PreemptedSequence(
-                sequence_id=SequenceId(f"p{index}"), num_cached_tokens=0, num_tokens=num_tokens, num_new_blocks=blocks_of(num_tokens + 1)
-            )
-        )
+    preempted = tuple(
+        PreemptedSequence(sequence_id=SequenceId(f"p{i}"), num_new_blocks=draw(st.integers(1, 8))) for i in range(draw(st.integers(0, 3)))
+    )
     return DecodeView(
         running=tuple(SequenceId(f"r{i}") for i in range(num_running)),
         free_slots=tuple(draw(st.integers(0, 2)) for _ in range(num_running)),
-        exclusive_blocks=tuple(draw(st.integers(0, 3)) for _ in range(num_running)),
+        credit_blocks=tuple(draw(st.integers(0, 1)) for _ in range(num_running)),
+        freed_blocks=tuple(draw(st.integers(0, 3)) for _ in range(num_running)),
         filling=filling,
-        preempted=tuple(preempted),
+        preempted=preempted,
         num_available_blocks=draw(st.integers(0, 12)),
     )
 
@@ -50,9 +46,10 @@ def test_one_plan_keeps_every_limit(view: DecodeView) -> None:
     num_chunk_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
     assert len(plan.rows) + num_chunk_tokens <= LIMITS.max_step_tokens
     assert not plan.rows or num_chunk_tokens <= LIMITS.max_chunk_tokens
-    gained = sum(view.exclusive_blocks[view.running.index(sequence_id)] for sequence_id in plan.preempt)
+    gained = sum(view.freed_blocks[view.running.index(sequence_id)] for sequence_id in plan.preempt)
     new_blocks = {sequence.sequence_id: sequence.num_new_blocks for sequence in view.preempted}
-    taken = len(plan.grow) + sum(new_blocks[sequence_id] for sequence_id in plan.resume)
+    beyond_credit = sum(view.credit_blocks[view.running.index(sequence_id)] == 0 for sequence_id in plan.grow)
+    taken = beyond_credit + sum(new_blocks[sequence_id] for sequence_id in plan.resume)
     assert taken <= view.num_available_blocks + gained
 
 
@@ -73,9 +70,9 @@ def test_no_fewer_preemptions_would_do(view: DecodeView) -> None:
     plan = decide(view, LIMITS)
 
     def stuck_before(kept: int) -> int | None:
-        left = view.num_available_blocks + sum(view.exclusive_blocks[kept:])
+        left = view.num_available_blocks + sum(view.freed_blocks[kept:])
         for index in range(kept):
-            if view.free_slots[index] == 0:
+            if view.free_slots[index] == 0 and view.credit_blocks[index] == 0:
                 left -= 1
             if left < 0:
                 return index
@@ -109,7 +106,7 @@ class Worker:
         return self.pool_blocks - sum(sequence.num_blocks for sequence in self.live)
 
     def admit(self, sequence: Sequence) -> bool:
-        needed = blocks_of(sequence.num_tokens + 1)
+        needed = blocks_of(sequence.num_tokens)
         if needed > self.num_available() or any(other.num_blocks == 0 for other in self.live):
             return False
         sequence.num_blocks = needed
@@ -121,18 +118,15 @@ class Worker:
         return DecodeView(
             running=tuple(sequence.sequence_id for sequence in running),
             free_slots=tuple(sequence.num_blocks * BLOCK - sequence.num_stored for sequence in running),
-            exclusive_blocks=tuple(sequence.num_blocks for sequence in running),
+            credit_blocks=(0,) * len(running),
+            freed_blocks=tuple(sequence.num_blocks for sequence in running),
             filling=tuple(
                 PrefillDemand(sequence_id=s.sequence_id, num_computed_tokens=s.num_stored, num_tokens=s.num_tokens)
                 for s in self.live
                 if s.num_blocks and not s.is_running
             ),
             preempted=tuple(
-                PreemptedSequence(
-                    sequence_id=s.sequence_id, num_cached_tokens=0, num_tokens=s.num_tokens, num_new_blocks=blocks_of(s.num_tokens + 1)
-                )
-                for s in self.live
-                if not s.num_blocks
+                PreemptedSequence(sequence_id=s.sequence_id, num_new_blocks=blocks_of(s.num_tokens)) for s in self.live if not s.num_blocks
             ),
             num_available_blocks=self.num_available(),
         )
@@ -146,7 +140,7 @@ class Worker:
         for sequence_id in plan.grow:
             by_id[sequence_id].num_blocks += 1
         for sequence_id in plan.resume:
-            by_id[sequence_id].num_blocks = blocks_of(by_id[sequence_id].num_tokens + 1)
+            by_id[sequence_id].num_blocks = blocks_of(by_id[sequence_id].num_tokens)
         assert self.num_available() >= 0, "blocks overcommitted"
         for sequence_id in plan.rows:
             self._emit(by_id[sequence_id], by_id[sequence_id].num_stored + 1)
@@ -171,7 +165,7 @@ def test_every_sequence_ends_however_small_the_pool(requests: list[tuple[int, in
     worker = Worker(pool_blocks)
     outside = [Sequence(SequenceId(f"s{i}"), num_tokens, to_emit) for i, (num_tokens, to_emit) in enumerate(requests)]
     # Each token may cost at worst one whole recomputation of its sequence, and while one is recomputed the others may wait.
-    bound = sum(to_emit * (2 + blocks_of(num_tokens + to_emit)) for num_tokens, to_emit in requests)
+    bound = sum(to_emit * (3 + blocks_of(num_tokens + to_emit)) for num_tokens, to_emit in requests)
     for _ in range(bound):
         while outside and worker.admit(outside[0]):
             outside.pop(0)

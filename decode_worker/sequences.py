@@ -1,0 +1,160 @@
+"""The requests of a decode worker: their tokens, their blocks, and whether they are filled, run, wait or are done.
+
+Knows: order by age and how far each sequence has come. Does not know messages (`receiver.py`) or steps (`engine.py`).
+"""
+
+import bisect
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum, unique
+
+from kv_transfer.block_keys import extend_block_keys
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
+from kv_transfer.messages import FinishReason, SamplingParameters
+
+
+@unique
+class Phase(Enum):
+    """What the engine does with a sequence; the transfer's own state is the session's."""
+
+    PULLED = "pulled"
+    FILLING = "filling"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.PULLED: frozenset({Phase.FILLING, Phase.RUNNING, Phase.FINISHED}),
+    Phase.FILLING: frozenset({Phase.RUNNING, Phase.FINISHED}),
+    Phase.RUNNING: frozenset({Phase.PREEMPTED, Phase.FINISHED}),
+    Phase.PREEMPTED: frozenset({Phase.FILLING}),
+    Phase.FINISHED: frozenset(),
+}
+"""Any phase may also end by being dropped, which is not a phase: the sequence is forgotten."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class DecodeSequence:
+    """One request. `tokens` are packed: the prompt, what earlier attempts have emitted, then what this one does.
+
+    num_given_tokens: how many came with OPEN_SINK. num_stored_tokens: how many are in the cache; the next row starts there.
+    While running it is all but the newest token.
+    """
+
+    sequence_id: SequenceId
+    age: int
+    transfer: TransferId
+    router: PeerId
+    tokens: bytearray
+    num_given_tokens: int
+    num_prompt_tokens: int
+    first_index: int
+    salt: bytes
+    sampling: SamplingParameters
+    phase: Phase = Phase.PULLED
+    block_table: list[BlockId] = field(default_factory=list)
+    num_stored_tokens: int = 0
+    num_cached_tokens: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    num_published_blocks: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: given and emitted."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next output token of the request, over all attempts."""
+        return self.first_index + self.num_tokens - self.num_given_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Token ids of positions [start, end), new list."""
+        return unpack_tokens(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def emitted_from(self, index: int) -> list[int]:
+        """Tokens that this attempt has emitted, from output index `index` on."""
+        skipped = max(index - self.first_index, 0)
+        return self.token_ids(self.num_given_tokens + skipped, self.num_tokens)
+
+    def append(self, token: int) -> None:
+        """Take the next output token, and note whether it is the last."""
+        assert self.finish is None, f"{self.sequence_id} has ended and gets another token"
+        self.tokens += pack_tokens((token,))
+        if token in self.sampling.stop_token_ids:
+            self.finish = FinishReason.STOP
+        elif self.next_index >= self.sampling.max_tokens:
+            self.finish = FinishReason.LENGTH
+
+    def keys_of_stored(self, block_size_tokens: int, looks_one_token_ahead: bool) -> list[bytes]:
+        """Keys of the full blocks in the cache, as far as they are known by now."""
+        num_full = self.num_stored_tokens // block_size_tokens
+        if num_full > len(self.keys):
+            packed = PackedTokens(bytes(self.tokens))
+            self.keys = extend_block_keys(self.keys, packed, self.salt, block_size_tokens, looks_one_token_ahead)
+        return self.keys[:num_full]
+
+
+class DecodeSequences:
+    """All sequences of one worker, by transfer and by phase, oldest first. One loop owns it."""
+
+    def __init__(self) -> None:
+        self._ages = itertools.count()
+        self._of_transfer: dict[TransferId, DecodeSequence] = {}
+        self._of_id: dict[SequenceId, DecodeSequence] = {}
+        self._in_phase: dict[Phase, list[DecodeSequence]] = {phase: [] for phase in Phase}
+
+    def new_age(self) -> int:
+        """The age of the next sequence: larger is younger."""
+        return next(self._ages)
+
+    def add(self, sequence: DecodeSequence) -> None:
+        """Take a new sequence."""
+        self._of_transfer[sequence.transfer] = sequence
+        self._of_id[sequence.sequence_id] = sequence
+        self._insert(sequence)
+
+    def move(self, sequence: DecodeSequence, phase: Phase) -> None:
+        """Move a sequence on. Raises AssertionError for a move that PHASE_TRANSITIONS does not have."""
+        assert phase in PHASE_TRANSITIONS[sequence.phase], f"{sequence.sequence_id} is {sequence.phase.value}, not {phase.value} next"
+        self._in_phase[sequence.phase].remove(sequence)
+        sequence.phase = phase
+        self._insert(sequence)
+
+    def drop(self, transfer: TransferId) -> DecodeSequence | None:
+        """Forget a sequence; the one forgotten, if it was known."""
+        sequence = self._of_transfer.pop(transfer, None)
+        if sequence is not None:
+            del self._of_id[sequence.sequence_id]
+            self._in_phase[sequence.phase].remove(sequence)
+        return sequence
+
+    def of_transfer(self, transfer: TransferId) -> DecodeSequence | None:
+        """The sequence of this transfer; None when it has been dropped."""
+        return self._of_transfer.get(transfer)
+
+    def of_id(self, sequence_id: SequenceId) -> DecodeSequence | None:
+        """The sequence of this id; None when it has been dropped."""
+        return self._of_id.get(sequence_id)
+
+    def in_phase(self, phase: Phase) -> list[DecodeSequence]:
+        """The sequences in this phase, oldest first. Not to be changed."""
+        return self._in_phase[phase]
+
+    def all(self) -> list[DecodeSequence]:
+        """Every sequence, the finished ones included, new list."""
+        return list(self._of_transfer.values())
+
+    @property
+    def num_active(self) -> int:
+        """Sequences that are not finished."""
+        return len(self._of_transfer) - len(self._in_phase[Phase.FINISHED])
+
+    def _insert(self, sequence: DecodeSequence) -> None:
+        bisect.insort(self._in_phase[sequence.phase], sequence, key=_age_of)
+
+
+def _age_of(sequence: DecodeSequence) -> int:
+    return sequence.age

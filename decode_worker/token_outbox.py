@@ -1,0 +1,34 @@
+"""Tokens on their way to the gateways: one frame per engine step and gateway.
+
+Knows: how deltas are put together. Does not know when a step ends.
+"""
+
+from decode_worker.sequences import DecodeSequence
+from glm_runtime.engine.worker_role import Outside
+from kv_transfer.identity import PeerId
+from kv_transfer.messages import TokenDelta, Tokens
+
+
+class TokenOutbox:
+    """Collects what the sequences emit until `flush` posts it."""
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+        self._waiting: dict[PeerId, list[TokenDelta]] = {}
+
+    def add(self, sequence: DecodeSequence, first_index: int) -> None:
+        """The sequence's tokens from output index `first_index` on; when it has ended, the delta says so."""
+        delta = TokenDelta(
+            sequence.transfer,
+            first_index,
+            tuple(sequence.emitted_from(first_index)),
+            sequence.finish,
+            sequence.num_cached_tokens,
+        )
+        self._waiting.setdefault(sequence.router, []).append(delta)
+
+    def flush(self) -> None:
+        """Post one frame to each gateway that has tokens waiting. Never blocks; a gateway that cannot be reached asks again."""
+        waiting, self._waiting = self._waiting, {}
+        for router, deltas in waiting.items():
+            self._outside.send(router, Tokens(tuple(deltas)))

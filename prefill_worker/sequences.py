@@ -1,0 +1,177 @@
+"""The requests of a prefill worker: who waits, who computes, and which blocks each has.
+
+Knows: order, blocks and how far each has come. Does not know messages (`sender.py`) or what a step computes (`engine.py`).
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from glm_runtime.engine.chunk_plan import PrefillDemand
+from glm_runtime.engine.step_holders import StepHolders
+from kv_transfer.block_pool import CACHE, BlockPool, Holder, HolderKind
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, SequenceId, TransferId, count_tokens, unpack_tokens
+from kv_transfer.messages import SamplingParameters
+from prefill_worker.scheduler import WaitingPrefill
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PrefillSequence:
+    """One prompt. `keys` are those of its full blocks; the block table covers all of it from admission on."""
+
+    sequence_id: SequenceId
+    transfer: TransferId
+    tokens: PackedTokens
+    keys: list[bytes]
+    sampling: SamplingParameters
+    num_prompt_tokens: int
+    first_index: int
+    need_from: int
+    urgency_s: float
+    block_table: list[BlockId] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_published_blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute: the prompt and what earlier attempts have emitted."""
+        return count_tokens(self.tokens)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Token ids of positions [start, end), new list."""
+        return unpack_tokens(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+
+class PrefillSequences:
+    """Waiting and computing sequences of one worker and their blocks. One loop owns it."""
+
+    def __init__(self, pool: BlockPool, holders: StepHolders) -> None:
+        self._pool = pool
+        self._holders = holders
+        self._numbers = itertools.count()
+        self._arrived: list[PrefillSequence] = []
+        self._waiting: list[PrefillSequence] = []
+        self._computing: dict[SequenceId, PrefillSequence] = {}
+        self._of_transfer: dict[TransferId, PrefillSequence] = {}
+
+    # -- coming and going ----------------------------------------------------------------------------------------------
+
+    def new_id(self, transfer: TransferId) -> SequenceId:
+        """A name that no other sequence of this worker has had."""
+        return SequenceId(f"{transfer.request_id}.{transfer.attempt}#{next(self._numbers)}")
+
+    def add(self, sequence: PrefillSequence) -> None:
+        """Take a new sequence; it waits once the engine has taken its commands."""
+        self._of_transfer[sequence.transfer] = sequence
+        self._arrived.append(sequence)
+
+    def queue_arrived(self) -> None:
+        """Sort what has arrived into the queue; equal urgency keeps the order of arrival."""
+        for sequence in self._arrived:
+            bisect.insort_right(self._waiting, sequence, key=_urgency_of)
+        self._arrived.clear()
+
+    def admit(self, sequence_ids: tuple[SequenceId, ...]) -> list[PrefillSequence]:
+        """Give these waiting sequences all their blocks: first every cached prefix is pinned, so that no allocation evicts it."""
+        wanted = set(sequence_ids)
+        admitted = [sequence for sequence in self._waiting if sequence.sequence_id in wanted]
+        self._waiting = [sequence for sequence in self._waiting if sequence.sequence_id not in wanted]
+        for sequence in admitted:
+            sequence.block_table = self._pool.pin(self._usable_keys(sequence), _holder_of(sequence))
+            sequence.num_published_blocks = len(sequence.block_table)
+            sequence.num_cached_tokens = sequence.num_computed_tokens = len(sequence.block_table) * self._pool.block_size_tokens
+        for sequence in admitted:
+            num_missing = self._num_blocks(sequence) - len(sequence.block_table)
+            sequence.block_table += self._pool.allocate(num_missing, _holder_of(sequence))
+            self._computing[sequence.sequence_id] = sequence
+        return admitted
+
+    def complete(self, sequence: PrefillSequence) -> None:
+        """The last chunk is computed: from here on its blocks are held by what is sealed and by the cache."""
+        self.drop(sequence.transfer)
+
+    def drop(self, transfer: TransferId) -> None:
+        """Forget a sequence and let its blocks go; those of a step in flight stay held until it has returned. Idempotent."""
+        sequence = self._of_transfer.pop(transfer, None)
+        if sequence is None:
+            return
+        if self._computing.pop(sequence.sequence_id, None) is None:
+            self._waiting = [other for other in self._waiting if other is not sequence]
+            self._arrived = [other for other in self._arrived if other is not sequence]
+        self._pool.release_all(_holder_of(sequence))
+        self._holders.uncover(sequence.sequence_id)
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[PrefillSequence]:
+        """Who waits, most urgent first. Not to be changed."""
+        return self._waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks, those just arrived included."""
+        return len(self._waiting) + len(self._arrived)
+
+    @property
+    def num_computing(self) -> int:
+        """Sequences with blocks whose last chunk is not computed."""
+        return len(self._computing)
+
+    def computing(self, sequence_id: SequenceId) -> PrefillSequence | None:
+        """The computing sequence of this id; None when it has ended meanwhile."""
+        return self._computing.get(sequence_id)
+
+    def live(self) -> Iterator[tuple[PrefillSequence, int]]:
+        """Every sequence with its place in the queue; 0 for those that compute."""
+        for sequence in self._computing.values():
+            yield sequence, 0
+        yield from zip((*self._waiting, *self._arrived), itertools.count(1), strict=False)
+
+    def demands(self) -> tuple[PrefillDemand, ...]:
+        """What the computing sequences have left to do, most urgent first."""
+        return tuple(
+            PrefillDemand(
+                sequence_id=sequence.sequence_id, num_computed_tokens=sequence.num_computed_tokens, num_tokens=sequence.num_tokens
+            )
+            for sequence in sorted(self._computing.values(), key=_urgency_of)
+        )
+
+    def candidates(self, max_candidates: int) -> tuple[WaitingPrefill, ...]:
+        """The most urgent waiting sequences, with the blocks that admitting them would take."""
+        return tuple(self._candidate(sequence) for sequence in self._waiting[: max(max_candidates, 0)])
+
+    def num_queued_tokens(self) -> int:
+        """Tokens that are not computed yet."""
+        return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence, _ in self.live())
+
+    def _candidate(self, sequence: PrefillSequence) -> WaitingPrefill:
+        found = self._pool.lookup(self._usable_keys(sequence))
+        # A cached block that somebody holds already costs nothing; one that only the cache holds leaves the available ones.
+        num_shared = sum(not self._is_evictable(block_id) for block_id in found)
+        return WaitingPrefill(
+            sequence_id=sequence.sequence_id,
+            num_cached_tokens=len(found) * self._pool.block_size_tokens,
+            num_tokens=sequence.num_tokens,
+            num_new_blocks=self._num_blocks(sequence) - num_shared,
+        )
+
+    def _is_evictable(self, block_id: BlockId) -> bool:
+        return self._pool.holders(block_id) == {CACHE}
+
+    def _usable_keys(self, sequence: PrefillSequence) -> list[bytes]:
+        """Keys that a prefix hit may use: at least the last token is computed, since the next one is drawn from it."""
+        return sequence.keys[: (sequence.num_tokens - 1) // self._pool.block_size_tokens]
+
+    def _num_blocks(self, sequence: PrefillSequence) -> int:
+        return -(-sequence.num_tokens // self._pool.block_size_tokens)
+
+
+def _urgency_of(sequence: PrefillSequence) -> float:
+    return sequence.urgency_s
+
+
+def _holder_of(sequence: PrefillSequence) -> Holder:
+    return Holder(HolderKind.COMPUTE, sequence.transfer)
