@@ -6,6 +6,7 @@ or the command line (`config_file.py`), nor what a single dial means (the config
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,19 +121,20 @@ def make_layout(config: ServeConfig, model: GlmConfig) -> CacheLayout:
 def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeConfig:
     """A new configuration in which nothing is left open but ports, secret and directory, which exist only once the run starts."""
     runtime = config.runtime
+    checkpoint = Path(os.path.normpath(runtime.checkpoint.absolute()))
     max_model_len_tokens = min(runtime.max_model_len_tokens or model.max_position_embeddings, model.max_position_embeddings)
     return dataclasses.replace(
         config,
         runtime=dataclasses.replace(
             runtime,
-            checkpoint=runtime.checkpoint.absolute(),
+            checkpoint=checkpoint,
             cache_format=resolve_cache_format(model, runtime.cache_format),
             num_threads=runtime.num_threads or max(1, num_cores // config.num_workers),
             max_model_len_tokens=max_model_len_tokens,
         ),
         gateway=dataclasses.replace(
             config.gateway,
-            tokenizer_dir=config.gateway.tokenizer_dir or str(runtime.checkpoint.absolute()),
+            tokenizer_dir=config.gateway.tokenizer_dir or str(checkpoint),
             max_model_len_tokens=min(config.gateway.max_model_len_tokens or max_model_len_tokens, max_model_len_tokens),
         ),
         cluster=dataclasses.replace(

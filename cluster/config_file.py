@@ -135,13 +135,13 @@ def _render_section(path: str, part: Any, lines: list[str]) -> None:
         elif value is None:
             lines.append(f"# {item.name} has no value")
         else:
-            lines.append(f"{item.name} = {_render_value(value)}")
+            lines.append(f"{item.name} = {render_value(value)}")
     for name in nested:
         _render_section(f"{path}.{name}", getattr(part, name), lines)
 
 
-def _render_value(value: object) -> str:
+def render_value(value: object) -> str:
     """TOML of one value. JSON's strings, numbers and booleans are TOML's too."""
     if isinstance(value, tuple):
-        return f"[{', '.join(_render_value(item) for item in value)}]"
+        return f"[{', '.join(render_value(item) for item in value)}]"
     return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
