@@ -1,0 +1,10 @@
+"""`make bench`: every benchmark one after the other, with the same options."""
+
+import sys
+
+from benchmarks import startup
+
+BENCHMARKS = (startup,)
+
+if __name__ == "__main__":
+    sys.exit(max(benchmark.main() for benchmark in BENCHMARKS))
