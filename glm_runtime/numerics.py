@@ -36,11 +36,15 @@ class Numerics:
         return self.mode == "deterministic"
 
 
+def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
+    """What weights and activations are: fp32 in deterministic mode, else the checkpoint's own dtype."""
+    return torch.float32 if mode == "deterministic" else _TORCH_DTYPES[config.dtype]
+
+
 def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]]) -> Numerics:
     """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all weights. Raises ConfigError as `choose_gemm`."""
-    if mode == "fast":
-        return Numerics(mode=mode, dtype=_TORCH_DTYPES[config.dtype], gemm=Gemm())
-    return Numerics(mode=mode, dtype=torch.float32, gemm=choose_gemm(gemm_shapes))
+    gemm = choose_gemm(gemm_shapes) if mode == "deterministic" else Gemm()
+    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -1,49 +1,100 @@
 """One loaded model of one rank: configuration, cache layout and weights, ready to be bound to a pool of blocks."""
 
-from __future__ import annotations
+import logging
+from dataclasses import dataclass
+from pathlib import Path
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import torch
 
+from glm_runtime.cache_layout import make_cache_layout, resolve_cache_format
+from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenizer_digest
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
+from glm_runtime.model import GlmModel, build_model
+from glm_runtime.numerics import make_numerics, weight_dtype
+from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
+from glm_runtime.paged_cache import PagedCache
 from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.weights import LoadProgress, gemm_shapes, load_weights
+from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout
+from kv_transfer.pool_memory import PoolMemory
 
-if TYPE_CHECKING:
-    from kv_transfer.pool_memory import PoolMemory
-
-LoadProgress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all) while weights load."""
+logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GlmRuntime:
-    """Everything of a rank that does not depend on where the cache lies."""
+    """Everything of a rank that does not depend on where the cache lies. weights_version: digest that peers must agree on."""
 
     runtime_config: RuntimeConfig
     config: GlmConfig
     layout: CacheLayout
     weights_version: str
-    """Digest of the checkpoint; peers must agree on it."""
+    model: GlmModel
 
     @classmethod
-    def load(cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None) -> GlmRuntime:
-        """Read and check the checkpoint and load its weights; takes seconds to minutes.
+    def load(cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None) -> "GlmRuntime":
+        """Read and check the checkpoint and load its weights; takes seconds to minutes. Sets torch's thread count for the process.
 
-        Raises ConfigError as `GlmConfig.from_checkpoint` and `check_checkpoint` do, and when `cache_bytes` holds no block.
+        Raises ConfigError as `check_checkpoint` does, when `cache_bytes` holds no block, when a length is not what the model can
+        do, and when the deterministic mode cannot be had on this machine.
         """
-        raise NotImplementedError
+        directory = Path(runtime_config.checkpoint)
+        config = check_checkpoint(directory)
+        version = checkpoint_digest(directory)
+        layout = make_cache_layout(
+            config,
+            resolve_cache_format(config, runtime_config.cache_format),
+            model_digest=version,
+            tokenizer_digest=tokenizer_digest(directory),
+            block_size_tokens=runtime_config.block_size_tokens,
+        )
+        check_runtime_config(runtime_config, config, layout)
+        if runtime_config.num_threads is not None:
+            torch.set_num_threads(runtime_config.num_threads)
+        weights = load_weights(directory, config, weight_dtype(runtime_config.numerics, config), on_progress)
+        numerics = make_numerics(runtime_config.numerics, config, gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)})
+        model = build_model(config, weights, numerics, runtime_config.max_model_len_tokens or config.max_position_embeddings)
+        logger.info(
+            "model loaded checkpoint=%s weights_version=%s numerics=%s row_tile=%d threads=%d block_bytes=%d",
+            directory, version, numerics.mode, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
+        )  # fmt: skip
+        return cls(runtime_config=runtime_config, config=config, layout=layout, weights_version=version, model=model)
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool that the configuration asks for."""
-        raise NotImplementedError
+        return self.runtime_config.cache_bytes // self.layout.block_bytes
 
     @property
     def max_model_len_tokens(self) -> int:
         """Longest sequence, prompt and output together."""
-        raise NotImplementedError
+        return self.runtime_config.max_model_len_tokens or self.config.max_position_embeddings
 
     def attach(self, pool_memory: PoolMemory) -> ModelRunner:
         """Bind the model to a pool. The memory must outlive the runner. Raises ValueError if its blocks have another size."""
-        raise NotImplementedError
+        if pool_memory.block_bytes != self.layout.block_bytes:
+            raise ValueError(f"the pool's blocks have {pool_memory.block_bytes} bytes; this layout's have {self.layout.block_bytes}")
+        return ModelRunner(self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks))
+
+
+def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layout: CacheLayout) -> None:
+    """Refuse what cannot run, before weights are read. Raises ConfigError naming the field."""
+    if runtime_config.cache_bytes < layout.block_bytes:
+        raise ConfigError(
+            f"is {runtime_config.cache_bytes}; one block of {layout.block_size_tokens} tokens takes {layout.block_bytes} bytes",
+            path="runtime.cache_bytes",
+        )
+    limit = config.max_position_embeddings
+    length = runtime_config.max_model_len_tokens
+    if length is not None and not 0 < length <= limit:
+        raise ConfigError(f"is {length}; the model's max_position_embeddings is {limit}", path="runtime.max_model_len_tokens")
+    if KEY_TILE_TOKENS % runtime_config.block_size_tokens:
+        raise ConfigError(f"is {runtime_config.block_size_tokens}; it must divide {KEY_TILE_TOKENS}", path="runtime.block_size_tokens")
+    for name in ("max_step_tokens", "num_threads"):
+        value = getattr(runtime_config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"is {value}; expected at least 1", path=f"runtime.{name}")
+    if runtime_config.numerics not in ("deterministic", "fast"):
+        raise ConfigError(f"is {runtime_config.numerics!r}; expected 'deterministic' or 'fast'", path="runtime.numerics")

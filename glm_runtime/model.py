@@ -1,0 +1,108 @@
+"""GLM's decoder, top to bottom: embedding, layers in index groups, final norm, head.
+
+x = embed(tokens); per layer x += attention(RMS(x)), x += ffn(RMS(x)); logits = head(RMS(x)). The MTP layer is not part of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from glm_runtime.attention import Attention
+from glm_runtime.config import GlmConfig
+from glm_runtime.index_group import IndexGroup, Selection, build_index_groups
+from glm_runtime.indexer import Indexer
+from glm_runtime.moe import GatedMlp, MixtureOfExperts
+from glm_runtime.norm import rms_norm
+from glm_runtime.numerics import Numerics
+from glm_runtime.paged_cache import PagedCache
+from glm_runtime.rope import RopeTable
+from glm_runtime.step_batch import StepBatch
+from glm_runtime.weights import LayerWeights, ModelWeights, MoeWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForcedChoices:
+    """Discrete choices to take instead of the model's own, for comparison with an oracle whose rounding falls the other way.
+
+    lists: by indexing layer, [T, index_topk] int64 ascending tokens. experts: by MoE layer, [T, experts per token] int64. In both,
+    -1 in a row's first column leaves that row to the model.
+    """
+
+    lists: Mapping[int, Tensor] = field(default_factory=dict)
+    experts: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderLayer:
+    """One layer: attention and feed-forward, each on the normalised residual stream."""
+
+    config: GlmConfig
+    weights: LayerWeights
+    attention: Attention
+    mlp: GatedMlp | MixtureOfExperts
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        cache: PagedCache,
+        selection: Selection | None,
+        forced: ForcedChoices,
+    ) -> tuple[Tensor, Selection]:
+        """x: [T, hidden]. Returns the residual stream after this layer, new, and the index group's selection."""
+        layer, eps = self.attention.layer, self.config.rms_norm_eps
+        hidden = rms_norm(x, self.weights.input_norm, eps)
+        attended, selection = self.attention.forward(hidden, rope, batch, cache, selection, forced.lists.get(layer))
+        x = x + attended
+        hidden = rms_norm(x, self.weights.post_attention_norm, eps)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return x + self.mlp.forward(hidden, forced.experts.get(layer)), selection
+        return x + self.mlp.forward(hidden), selection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlmModel:
+    """The target model. Holds no state between steps; the cache is passed in."""
+
+    config: GlmConfig
+    weights: ModelWeights
+    numerics: Numerics
+    rope: RopeTable
+    groups: tuple[IndexGroup, ...]
+    layers: tuple[DecoderLayer, ...]
+
+    def forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices | None = None) -> Tensor:
+        """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new."""
+        forced = forced or ForcedChoices()
+        x = self.weights.embedding.index_select(0, batch.tokens)
+        rope = self.rope.at(batch.positions)
+        for group in self.groups:
+            selection: Selection | None = None
+            for layer in group.layers:
+                x, selection = self.layers[layer].forward(x, rope, batch, cache, selection, forced)
+        return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: the product to the runtime's dtype."""
+        return self.numerics.gemm.linear(hidden, self.weights.head).float()
+
+
+def build_model(config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int) -> GlmModel:
+    """Assemble the model for sequences of at most `max_positions` tokens."""
+    groups = build_index_groups(config)
+    layers = tuple(_build_layer(config, weights.layers[layer], numerics, layer, group) for group in groups for layer in group.layers)
+    rope = RopeTable.build(max_positions, config.qk_rope_head_dim, config.rope_theta)
+    return GlmModel(config=config, weights=weights, numerics=numerics, rope=rope, groups=groups, layers=layers)
+
+
+def _build_layer(config: GlmConfig, weights: LayerWeights, numerics: Numerics, layer: int, group: IndexGroup) -> DecoderLayer:
+    indexer = Indexer(config=config, weights=weights.indexer, numerics=numerics) if weights.indexer is not None else None
+    attention = Attention(config=config, layer=layer, group=group, weights=weights.attention, indexer=indexer, numerics=numerics)
+    mlp: GatedMlp | MixtureOfExperts
+    if isinstance(weights.mlp, MoeWeights):
+        mlp = MixtureOfExperts(config=config, weights=weights.mlp, numerics=numerics)
+    else:
+        mlp = GatedMlp(weights=weights.mlp, numerics=numerics)
+    return DecoderLayer(config=config, weights=weights, attention=attention, mlp=mlp)
