@@ -1,0 +1,73 @@
+"""The blocks of one sink transfer: the pinned prefix, the credit that was promised, and the table that grows out of it.
+
+Knows: that nobody may take what was promised to another. Does not know what is in the blocks or how it gets there.
+"""
+
+from collections.abc import Iterable
+
+from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.errors import PoolExhausted
+from kv_transfer.identity import BlockId, TransferId
+
+
+class SinkSpace:
+    """Block table and credit of `transfer`, under its request holder.
+
+    `num_reserved_blocks`, where it is asked for, is the credit of *all* transfers of the pool, this one's included.
+    """
+
+    def __init__(self, transfer: TransferId) -> None:
+        self.have_blocks = 0
+        self.credit_blocks = 0
+        self.granted_blocks = 0
+        self._blocks: dict[int, BlockId] = {}
+        self._holder = Holder(HolderKind.REQUEST, transfer)
+
+    @property
+    def table(self) -> tuple[BlockId, ...]:
+        """The blocks in order, up to the first that is not allocated."""
+        table: list[BlockId] = []
+        while len(table) in self._blocks:
+            table.append(self._blocks[len(table)])
+        return tuple(table)
+
+    def open(self, pool: BlockPool, keys: list[bytes], num_missing: int, num_reserved_blocks: int) -> None:
+        """Pin what `keys` find and promise this transfer the rest of `num_missing` blocks.
+
+        num_missing: blocks wanted in all, pinned ones included. Raises PoolExhausted, holding nothing.
+        """
+        pinned = pool.pin(keys, self._holder)
+        credit = num_missing - len(pinned)
+        unpromised = pool.num_available - num_reserved_blocks
+        if credit > unpromised:
+            pool.release(pinned, self._holder)
+            raise PoolExhausted(f"{credit} blocks are needed and {unpromised} are neither used nor promised", needed=credit)
+        self._blocks = dict(enumerate(pinned))
+        self.have_blocks = len(pinned)
+        self.credit_blocks = self.granted_blocks = credit
+
+    def allocate(self, pool: BlockPool, places: Iterable[int]) -> tuple[BlockId, ...]:
+        """Blocks for these places of the table, out of the credit as far as it goes; the caller has checked that there are enough."""
+        empty = list(places)
+        assert not any(place in self._blocks for place in empty), "a place of the table is filled once"
+        ids = pool.allocate(len(empty), self._holder)
+        self._blocks.update(zip(empty, ids, strict=True))
+        self.credit_blocks = max(self.credit_blocks - len(empty), 0)
+        return tuple(ids)
+
+    def grow(self, pool: BlockPool, num_blocks: int, num_reserved_blocks: int) -> None:
+        """Append blocks. Raises PoolExhausted when what goes beyond the credit is promised to others."""
+        beyond = max(num_blocks - self.credit_blocks, 0)
+        unpromised = pool.num_available - num_reserved_blocks
+        if beyond > unpromised:
+            raise PoolExhausted(f"{beyond} blocks beyond the credit are needed and {unpromised} are not promised", needed=num_blocks)
+        first = len(self._blocks)
+        self.allocate(pool, range(first, first + num_blocks))
+
+    def let_go(self, pool: BlockPool) -> None:
+        """Give back the blocks and the promise. Idempotent."""
+        table = self.table
+        pool.release(table, self._holder)
+        pool.release_all(self._holder)
+        self._blocks = {}
+        self.credit_blocks = 0
