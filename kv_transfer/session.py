@@ -271,6 +271,17 @@ class SinkSession:
         if handoff is not None:
             handoff.space.grow(self._pool, num_blocks, self.num_reserved_blocks)
 
+    def credit_blocks(self, transfer: TransferId) -> int:
+        """Blocks that are promised to this transfer and not allocated yet; 0 when it has ended."""
+        handoff = self._live(transfer)
+        return handoff.space.credit_blocks if handoff is not None else 0
+
+    def fail(self, transfer: TransferId, kind: FailureKind, code: str, message: str, now_s: float) -> list[Effect]:
+        """The worker cannot go on: FAILED to the router, everything released but READs in flight."""
+        del now_s
+        handoff = self._live(transfer)
+        return self._settle(handoff, handoff.fail(self._pool, kind, code, message)) if handoff is not None else []
+
     def filled_locally(self, transfer: TransferId, now_s: float) -> list[Effect]:
         """What FillLocally asked for is computed: the transfer is READY (no Ready effect)."""
         del now_s
