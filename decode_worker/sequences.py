@@ -39,7 +39,8 @@ class DecodeSequence:
     """One request. `tokens` are packed: the prompt, what earlier attempts have emitted, then what this one does.
 
     num_given_tokens: how many came with OPEN_SINK. num_stored_tokens: how many are in the cache; the next row starts there.
-    While running it is all but the newest token.
+    While running it is all but the newest token. num_published_blocks: how many are in the prefix index.
+    num_covered_blocks: how many have a STEP holder. is_ready: the session takes the transfer for filled.
     """
 
     sequence_id: SequenceId
@@ -58,6 +59,8 @@ class DecodeSequence:
     num_cached_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     num_published_blocks: int = 0
+    num_covered_blocks: int = 0
+    is_ready: bool = False
     finish: FinishReason | None = None
 
     @property
@@ -72,7 +75,7 @@ class DecodeSequence:
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end), new list."""
-        return unpack_tokens(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        return unpack_tokens(bytes(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES]))
 
     def emitted_from(self, index: int) -> list[int]:
         """Tokens that this attempt has emitted, from output index `index` on."""
@@ -87,6 +90,18 @@ class DecodeSequence:
             self.finish = FinishReason.STOP
         elif self.next_index >= self.sampling.max_tokens:
             self.finish = FinishReason.LENGTH
+
+    def lose_blocks(self) -> None:
+        """Nothing of the sequence is in its own blocks any more."""
+        self.block_table = []
+        self.num_stored_tokens = self.num_published_blocks = self.num_covered_blocks = 0
+        self.is_ready = False
+
+    def uncovered_blocks(self) -> list[BlockId]:
+        """Blocks that no step has read or stored yet; the caller covers them."""
+        blocks = self.block_table[self.num_covered_blocks :]
+        self.num_covered_blocks = len(self.block_table)
+        return blocks
 
     def keys_of_stored(self, block_size_tokens: int, looks_one_token_ahead: bool) -> list[bytes]:
         """Keys of the full blocks in the cache, as far as they are known by now."""

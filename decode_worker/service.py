@@ -1,14 +1,21 @@
 """A whole decode worker in one process: from the checkpoint to an orderly stop.
 
-Knows: what is started, watched and stopped in which order. Does not know Ray, or who started it.
+Knows: how a decode worker's role is put into the shell that both workers share. Does not know Ray, or who started it.
 """
 
 from collections.abc import Callable
 
+from kv_transfer.transports.nixl import NixlTransport
+
 from decode_worker.config import DecodeConfig
+from decode_worker.role import DecodeRole
+from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
+from glm_runtime.engine.worker_role import Outside
+from glm_runtime.engine.worker_shell import ShellTiming, WorkerShell
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.identity import Incarnation
+from kv_transfer.link import Party
 from kv_transfer.messages import WorkerAddress
 
 
@@ -16,30 +23,34 @@ class DecodeService:
     """One start of one decode worker. `run` it once, from a thread that has no event loop."""
 
     def __init__(
-        self,
-        identity: WorkerIdentity,
-        runtime_config: RuntimeConfig,
-        decode_config: DecodeConfig,
-        network: WorkerNetwork,
+        self, identity: WorkerIdentity, runtime_config: RuntimeConfig, decode_config: DecodeConfig, network: WorkerNetwork
     ) -> None:
-        raise NotImplementedError
+        def make_role(model: LoadedModel, outside: Outside, me: Party) -> DecodeRole:
+            return DecodeRole(model, outside, me, decode_config, network, NixlTransport(me.peer_id, model.memory, network.transport))
+
+        timing = ShellTiming(
+            tick_interval_s=decode_config.tick_interval_s,
+            step_timeout_s=decode_config.step_timeout_s,
+            stop_timeout_s=decode_config.stop_timeout_s,
+        )
+        self._shell = WorkerShell(identity, "decode", runtime_config, network, timing, make_role)
 
     @property
     def incarnation(self) -> Incarnation:
         """The number of this process start, minted by the constructor."""
-        raise NotImplementedError
+        return self._shell.me.incarnation
 
     def run(self, on_serving: Callable[[WorkerAddress], None] | None = None) -> None:
-        """Load, serve, and return after `request_stop` or a finished drain; `on_serving` is called once, from this thread.
+        """Load, serve, and return after `request_stop`; `on_serving` is called once, from this thread.
 
         Raises ConfigError before anything is served, and EngineFault when a step failed or hung: then let the process exit.
         """
-        raise NotImplementedError
+        self._shell.run(on_serving)
 
     def request_stop(self) -> None:
-        """Cancel what runs, tell the peers, close everything, return from `run`. Any thread, any time, often."""
-        raise NotImplementedError
+        """Fail what runs as retryable elsewhere, close everything, return from `run`. Any thread, any time, often."""
+        self._shell.request_stop()
 
     def request_drain(self, deadline_s: float) -> None:
-        """Accept nothing new, finish what runs within `deadline_s` seconds, go QUIET. Any thread; DRAIN does the same by message."""
-        raise NotImplementedError
+        """Accept nothing new, finish what runs within `deadline_s` seconds, be QUIET until stopped. Any thread; DRAIN does the same."""
+        self._shell.request_drain(deadline_s)

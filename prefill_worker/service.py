@@ -1,31 +1,22 @@
 """A whole prefill worker in one process: from the checkpoint to an orderly stop.
 
-Knows: how the parts of a prefill worker are put together. Does not know Ray, or who started it.
+Knows: how a prefill worker's role is put into the shell that both workers share. Does not know Ray, or who started it.
 """
 
-import asyncio
 from collections.abc import Callable
 
+from kv_transfer.transports.nixl import NixlTransport
+
 from glm_runtime.engine.loaded_model import LoadedModel
-from glm_runtime.engine.step_holders import StepHolders
-from glm_runtime.engine.step_plan import StepPlan, StepResult
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 from glm_runtime.engine.worker_role import Outside
 from glm_runtime.engine.worker_shell import ShellTiming, WorkerShell
 from glm_runtime.runtime_config import RuntimeConfig
-from kv_transfer.block_pool import PoolAudit
-from kv_transfer.identity import Incarnation, PeerId
+from kv_transfer.identity import Incarnation
 from kv_transfer.link import Party
-from kv_transfer.messages import Message, PairHello, PairState, PartyKind, StartSource, WorkerAddress, WorkerLoad, WorkerTable
-from kv_transfer.pairing import PairTerms
-from kv_transfer.session import SourceSession
-from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
-from kv_transfer.transports.nixl import NixlTransport
+from kv_transfer.messages import WorkerAddress
 from prefill_worker.config import PrefillConfig
-from prefill_worker.engine import PrefillEngine
-from prefill_worker.pairs import DecodePairs
-from prefill_worker.sender import Sender
-from prefill_worker.sequences import PrefillSequences
+from prefill_worker.role import PrefillRole
 
 
 class PrefillService:
@@ -34,19 +25,15 @@ class PrefillService:
     def __init__(
         self, identity: WorkerIdentity, runtime_config: RuntimeConfig, prefill_config: PrefillConfig, network: WorkerNetwork
     ) -> None:
+        def make_role(model: LoadedModel, outside: Outside, me: Party) -> PrefillRole:
+            return PrefillRole(model, outside, me, prefill_config, network, NixlTransport(me.peer_id, model.memory, network.transport))
+
         timing = ShellTiming(
             tick_interval_s=prefill_config.tick_interval_s,
             step_timeout_s=prefill_config.step_timeout_s,
             stop_timeout_s=prefill_config.stop_timeout_s,
         )
-        self._shell = WorkerShell(
-            identity,
-            "prefill",
-            runtime_config,
-            network,
-            timing,
-            lambda model, outside, me: PrefillRole(model, outside, me, prefill_config, network),
-        )
+        self._shell = WorkerShell(identity, "prefill", runtime_config, network, timing, make_role)
 
     @property
     def incarnation(self) -> Incarnation:

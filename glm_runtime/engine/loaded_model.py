@@ -4,10 +4,10 @@ Knows: the order of loading, and that a first step is slow and must not be a use
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from glm_runtime.engine.request_check import RequestLimits
-from glm_runtime.engine.runner import ModelRunner
-from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.block_pool import BlockPool
@@ -19,11 +19,18 @@ from kv_transfer.pool_memory import PoolMemory
 WARM_UP_TOKENS = 16
 
 
+class StepRunner(Protocol):
+    """What a worker asks of a model: `ModelRunner`, or a toy in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """See `ModelRunner.run`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
     """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held."""
 
-    runner: ModelRunner
+    runner: StepRunner
     layout: CacheLayout
     weights_version: str
     memory: PoolMemory
@@ -58,7 +65,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
     )
 
 
-def _warm_up(runner: ModelRunner) -> None:
+def _warm_up(runner: StepRunner) -> None:
     """A chunk and a decode row over block 0, before anybody owns it; what they leave there is overwritten before it is read."""
     sampling = SamplingParameters(max_tokens=2, seed=0)
     for start, tokens in ((0, [0] * WARM_UP_TOKENS), (WARM_UP_TOKENS, [0])):
