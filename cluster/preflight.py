@@ -1,6 +1,7 @@
 """What is checked on this machine before anything starts: the port, memory, disk. Each check raises ConfigError naming the field."""
 
 import dataclasses
+import os
 import socket
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from cluster.config import ServeConfig, needed_memory_bytes
 from kv_transfer.errors import ConfigError
 
 MIB = 1024 * 1024
+MAX_SOCKET_PATH_BYTES = 107
+RAY_SOCKET_BELOW_STATE_DIR = "1234567/ray/session_2026-11-30_12-00-00_123456_1234567/sockets/plasma_store"
+"""How long such a path is, below the state directory."""
 NEEDED_DISK_BYTES = 256 * MIB
 """Ray's session folder, its shared memory file where /dev/shm is too small, and logs."""
 
@@ -18,6 +22,7 @@ def check_machine(config: ServeConfig) -> None:
     """Raise ConfigError for the first thing that this machine lacks."""
     check_port(config.gateway.host, config.gateway.port)
     check_memory(config)
+    check_socket_paths(Path(config.cluster.state_dir))
     check_disk(Path(config.cluster.state_dir))
     if not Path(config.cluster.logging_config_file).is_file():
         raise ConfigError(f"there is no file {config.cluster.logging_config_file}", path="cluster.logging_config_file")
@@ -56,6 +61,16 @@ def check_memory(config: ServeConfig) -> None:
             f"{config.num_workers} workers need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
             f"(now {config.runtime.cache_bytes // MIB} MiB each) or start fewer workers",
             path="runtime.cache_bytes",
+        )
+
+
+def check_socket_paths(state_dir: Path) -> None:
+    """Raise ConfigError when the paths of Ray's sockets below the state directory would be longer than the system allows."""
+    longest = f"{state_dir.absolute()}/{RAY_SOCKET_BELOW_STATE_DIR}"
+    if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(
+            f"{state_dir} is too long: Ray's socket paths below it may have {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one",
+            path="cluster.state_dir",
         )
 
 

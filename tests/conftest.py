@@ -2,11 +2,21 @@
 
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.running_cluster import RunningCluster, start_cluster
+
+if TYPE_CHECKING:
+    from tests.reference import Reference
+
+SHARED_CLUSTER_CONFIG = """
+[runtime]
+max_step_tokens = 512
+"""
+"""Smaller steps than the default, so that prompts of the tests take several chunks."""
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
@@ -16,7 +26,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 @pytest.fixture(scope="session")
 def shared_cluster() -> Iterator[RunningCluster]:
     """One prefill and one decode worker through the command line; started once, torn down and checked at the end."""
-    running = start_cluster()
+    running = start_cluster(config=SHARED_CLUSTER_CONFIG)
     try:
         yield running
     finally:
@@ -29,3 +39,11 @@ def cluster(shared_cluster: RunningCluster) -> Iterator[RunningCluster]:
     shared_cluster.wait_until_serving()
     yield shared_cluster
     shared_cluster.wait_until_quiescent()
+
+
+@pytest.fixture(scope="session")
+def reference() -> "Reference":
+    """The shipped checkpoint in this process. Torch is imported here and not before: most tests need none."""
+    from tests.reference import Reference
+
+    return Reference()

@@ -1,4 +1,4 @@
-"""A real cluster for tests: `glm-cluster serve` as a child process on a free port, with a state directory of its own.
+"""A real cluster for tests: `glm-cluster serve` as a child process on a free port, with a temporary directory of its own.
 
 It is spoken to as a user would: HTTP, `glm-cluster status --json`, signals. It is ended by its pid, and what it leaves is counted.
 """
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import psutil
 
 COMMAND = str(Path(sys.executable).parent / "glm-cluster")
 START_TIMEOUT_S = 150.0
+REQUEST_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 QUIET_TIMEOUT_S = 30.0
 POLL_S = 0.1
@@ -28,9 +29,9 @@ POLL_S = 0.1
 class RunningCluster:
     """One `serve` process. `url` is set once it is ready."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", state_dir: Path, output: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", temp_dir: Path, output: Path) -> None:
         self.process = process
-        self.state_dir = state_dir
+        self.temp_dir = temp_dir
         self.output = output
         self.url = ""
 
@@ -42,7 +43,7 @@ class RunningCluster:
     def status(self) -> dict[str, Any]:
         """`glm-cluster status --json`."""
         done = subprocess.run(
-            [COMMAND, "status", "--json", "--state-dir", str(self.state_dir)], capture_output=True, text=True, check=False, timeout=30
+            [COMMAND, "status", "--json"], capture_output=True, text=True, check=False, timeout=30, env=environment(self.temp_dir)
         )
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {"workers": []}
 
@@ -56,12 +57,25 @@ class RunningCluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def complete(self, prompt: Sequence[int], *, timeout_s: float = 240.0, **parameters: Any) -> dict[str, Any]:
-        """POST /v1/completions with token ids at temperature 0; the whole answer."""
-        body = {"model": "glm", "prompt": list(prompt), "temperature": 0, "return_token_ids": True, **parameters}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
+    def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """POST /v1/completions with token ids, greedy, not stopped by end tokens; the whole answer."""
+        response = httpx.post(f"{self.url}/v1/completions", json=_body(prompt, max_tokens, parameters), timeout=REQUEST_TIMEOUT_S)
         assert response.status_code == 200, response.text
         return dict(response.json())
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> Iterator[list[int]]:
+        """The same as a stream: the token ids of each event. Fails on an error event or a stream without its end."""
+        body = {**_body(prompt, max_tokens, parameters), "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, event
+                    yield from (choice["token_ids"] for choice in event["choices"] if choice.get("token_ids"))
+        raise AssertionError("the stream ended without [DONE]")
 
     def wait_until_ready(self) -> None:
         """Wait for the first moment at which a request could be served."""
@@ -112,14 +126,42 @@ class RunningCluster:
             left = end_all(below)
             self.process.kill()
             output = self.output_text
-            shutil.rmtree(self.state_dir, ignore_errors=True)
+            shutil.rmtree(self.temp_dir, ignore_errors=True)
         assert code == 0, f"serve ended with {code}:\n{output}"
         assert not left, f"left behind: {left}\n{output}"
 
     def log_tails(self, num_lines: int = 15) -> str:
         """The last lines of every log of the run, for the message of a failed test."""
-        logs = sorted(self.state_dir.glob("*/logs/*.log"))
+        logs = sorted(self.temp_dir.glob("glm-cluster-*/*/logs/*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) for log in logs)
+
+
+def token_ids(answer: dict[str, Any]) -> list[int]:
+    """The output tokens of a completion's only choice."""
+    (choice,) = answer["choices"]
+    return list(choice["token_ids"])
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    """Prompt tokens that were not computed for this answer."""
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def _body(prompt: Sequence[int], max_tokens: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "glm",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **parameters,
+    }
+
+
+def environment(temp_dir: Path) -> dict[str, str]:
+    """This environment with another temporary directory: the cluster and its `status` need no argument to meet there."""
+    return {**os.environ, "TMPDIR": str(temp_dir)}
 
 
 def start_cluster(*options: str, config: str = "") -> RunningCluster:
@@ -133,22 +175,24 @@ def start_cluster(*options: str, config: str = "") -> RunningCluster:
         running.process.terminate()
         running.process.wait(STOP_TIMEOUT_S)
         end_all(below)
-        shutil.rmtree(running.state_dir, ignore_errors=True)
+        shutil.rmtree(running.temp_dir, ignore_errors=True)
         raise
     return running
 
 
 def launch_cluster(*options: str, config: str = "") -> RunningCluster:
     """Start `serve` and return at once."""
-    state_dir = Path(tempfile.mkdtemp(prefix="glmt-"))  # short: Ray's socket paths lie below it
-    output = state_dir / "output"
-    arguments = [COMMAND, "serve", "--port", "0", "--state-dir", str(state_dir), *options]
+    temp_dir = Path(tempfile.mkdtemp(prefix="g-"))  # short: Ray's socket paths lie below it
+    output = temp_dir / "output"
+    arguments = [COMMAND, "serve", "--port", "0", *options]
     if config:
-        (state_dir / "cluster.toml").write_text(config)
-        arguments += ["--config", str(state_dir / "cluster.toml")]
+        (temp_dir / "cluster.toml").write_text(config)
+        arguments += ["--config", str(temp_dir / "cluster.toml")]
     with output.open("wb") as stream:
-        process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
-    return RunningCluster(process, state_dir, output)
+        process = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True, env=environment(temp_dir)
+        )
+    return RunningCluster(process, temp_dir, output)
 
 
 def end_all(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> list[str]:

@@ -1,0 +1,123 @@
+"""kill -9 of each process while it matters: streams pause and go on with the tokens of a calm run, and nobody keeps a block."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.prompts import make_prompt
+from tests.reference import Reference
+from tests.running_cluster import RunningCluster, end_all, launch_cluster, token_ids, wait_until
+
+pytestmark = pytest.mark.cluster
+
+
+class Streaming:
+    """A request on a thread of its own; `tokens` grows as events arrive."""
+
+    def __init__(self, cluster: RunningCluster, prompt: list[int], max_tokens: int) -> None:
+        self.tokens: list[int] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(cluster.stream(prompt, max_tokens),))
+        self._thread.start()
+
+    def _run(self, events: Iterator[list[int]]) -> None:
+        try:
+            for tokens in events:
+                self.tokens += tokens
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> list[int]:
+        """Wait for the end of the stream and return its tokens; raises what ended it otherwise."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.tokens
+
+
+def _wait_for(condition: object, what: str) -> None:
+    assert callable(condition)
+    wait_until(condition, 60, lambda: f"{what} did not happen")
+
+
+def test_the_prefill_worker_dies_while_it_streams_chunks(cluster: RunningCluster, reference: Reference) -> None:
+    prompt = make_prompt(4000, 300)
+    before = cluster.worker("decode-0")["bytes_read"]
+    pid = cluster.worker("prefill-0")["pid"]
+    streaming = Streaming(cluster, prompt, 24)
+    _wait_for(lambda: cluster.worker("decode-0")["bytes_read"] > before, "the first chunk's transfer")
+    assert not streaming.tokens, "it must die before the prompt is done"
+    os.kill(pid, signal.SIGKILL)
+    assert [streaming.finish()] == reference.greedy([prompt], 24)
+    cluster.wait_until_serving()
+    assert cluster.worker("prefill-0")["pid"] != pid
+    cluster.wait_until_quiescent()
+
+
+def test_the_decode_worker_dies_in_the_middle_of_an_answer(cluster: RunningCluster, reference: Reference) -> None:
+    prompt = make_prompt(150, 301)
+    streaming = Streaming(cluster, prompt, 200)
+    _wait_for(lambda: len(streaming.tokens) >= 20, "twenty tokens")
+    pid = cluster.kill_worker("decode-0")
+    assert len(streaming.tokens) < 200, "it must die before the answer is done"
+    assert [streaming.finish()] == reference.greedy([prompt], 200)
+    cluster.wait_until_serving()
+    assert cluster.worker("decode-0")["pid"] != pid
+    cluster.wait_until_quiescent()
+
+
+def test_a_client_that_leaves_frees_everything(cluster: RunningCluster) -> None:
+    for max_tokens in (1000, 3000):
+        events = cluster.stream(make_prompt(1000, 302), max_tokens)
+        next(events)
+        events.close()  # type: ignore[attr-defined]
+    cluster.wait_until_quiescent()
+
+
+def test_the_gateway_dies_and_comes_back(cluster: RunningCluster, reference: Reference) -> None:
+    (gateway,) = [child for child in psutil.Process(cluster.process.pid).children() if "router.gateway" in child.cmdline()]
+    events = cluster.stream(make_prompt(100, 303), 2000)
+    next(events)
+    gateway.kill()
+    with pytest.raises((httpx.HTTPError, AssertionError)):
+        list(events)
+    _wait_for(lambda: _is_ready(cluster), "the next gateway")
+    prompt = make_prompt(100, 304)
+    assert [token_ids(cluster.complete(prompt, 16))] == reference.greedy([prompt], 16)
+    cluster.wait_until_quiescent()
+
+
+def test_nothing_outlives_a_killed_supervisor(cluster: RunningCluster) -> None:
+    running = launch_cluster()
+    running.wait_until_ready()
+    below = psutil.Process(running.process.pid).children(recursive=True)
+    assert any("router.gateway" in process.cmdline() for process in below)
+    running.process.kill()
+    running.process.wait()
+    assert end_all(below, grace_s=15) == []
+    assert running.status() == {"workers": []}, "a dead cluster is not found"
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_replaced(cluster: RunningCluster, reference: Reference) -> None:
+    """SIGSTOP: Ray never notices; the missing reports do."""
+    pid = cluster.worker("decode-0")["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    prompt = make_prompt(150, 305)
+    assert [token_ids(cluster.complete(prompt, 16))] == reference.greedy([prompt], 16)
+    assert time.monotonic() - started_s > 5
+    assert cluster.worker("decode-0")["pid"] != pid
+
+
+def _is_ready(cluster: RunningCluster) -> bool:
+    try:
+        return httpx.get(f"{cluster.url}/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,24 @@
+"""The runtime called in one process: what the cluster's answers must equal, token by token, without a margin."""
+
+from collections.abc import Sequence
+
+from cluster.config_file import load_config
+from glm_runtime.engine.offline import generate
+from glm_runtime.runtime import GlmRuntime
+from kv_transfer.messages import SamplingParameters
+
+
+class Reference:
+    """The shipped checkpoint in the configuration that `serve` uses by default."""
+
+    def __init__(self) -> None:
+        config, _ = load_config(None)
+        self._runtime = GlmRuntime.load(config.runtime)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """The most likely tokens after each prompt, end tokens included and passed over."""
+        return self.draw(prompts, SamplingParameters(max_tokens=max_tokens, seed=0, temperature=0.0))
+
+    def draw(self, prompts: Sequence[Sequence[int]], sampling: SamplingParameters) -> list[list[int]]:
+        """The tokens that these sampling parameters draw after each prompt."""
+        return generate(self._runtime, prompts, sampling)
