@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kv_transfer.config import WireConfig
 from kv_transfer.errors import ConfigError
 
 
@@ -89,10 +90,11 @@ class GatewayConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayProcessConfig:
-    """All that one gateway process is told: `python -m router.gateway --config FILE`."""
+    """All that one gateway process is told: `python -m router.gateway --config FILE`. wire: the cluster's control connections."""
 
     gateway: GatewayConfig
     router: RouterConfig
+    wire: WireConfig = dataclasses.field(default_factory=WireConfig)
 
 
 def load_process_config(path: Path) -> GatewayProcessConfig:

@@ -19,7 +19,7 @@ class WorkerEvent(Enum):
 
     LAUNCH = "launch"
     LOADED = "loaded"
-    PAIRED = "paired"
+    OPENED = "opened"
     DRAIN = "drain"
     EMPTY = "empty"
     REJOIN = "rejoin"
@@ -30,7 +30,7 @@ WORKER_TRANSITIONS: dict[WorkerState, dict[WorkerEvent, WorkerState]] = {
     WorkerState.PENDING: {WorkerEvent.LAUNCH: WorkerState.STARTING, WorkerEvent.LOST: WorkerState.GONE},
     WorkerState.STARTING: {WorkerEvent.LOADED: WorkerState.WARM, WorkerEvent.LOST: WorkerState.GONE},
     WorkerState.WARM: {
-        WorkerEvent.PAIRED: WorkerState.SERVING,
+        WorkerEvent.OPENED: WorkerState.SERVING,
         WorkerEvent.DRAIN: WorkerState.DRAINING,
         WorkerEvent.LOST: WorkerState.GONE,
     },

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import PeerLost
-from kv_transfer.link import KeptLink, Link, Party
+from kv_transfer.kept_link import KeptLink
+from kv_transfer.link import Link, Party
 from kv_transfer.messages import Message, WorkerEntry, WorkerState
 from router.policy import WorkerRef
 from router.registry import address_ref

@@ -1,0 +1,159 @@
+"""POST /v1/chat/completions.
+
+Knows: messages, effort, thinking and the chat objects. Does not know how an answer is driven (`surface.py`).
+"""
+
+import json
+from typing import Any
+
+from kv_transfer.errors import InvalidRequest, UnsupportedParameter
+from router.gateway import sse
+from router.gateway.answer import TextDelta
+from router.gateway.chat_template import END_OF_THINKING, RESERVED_VARIABLES
+from router.gateway.exchange import Exchange
+from router.gateway.generation import Generation
+from router.gateway.sampling import check_context, check_prompt_bytes, make_sampling
+from router.gateway.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, parse_request
+from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
+
+EFFORT_LEVELS = {"none": "low", "minimal": "low", "low": "low", "medium": "high", "high": "high"}
+"""OpenAI's levels in the template's words; the others, and none at all, are its maximum."""
+
+
+class ChatEndpoint(GeneratingEndpoint):
+    """Chat completions, streamed or whole."""
+
+    async def start(self, exchange: Exchange, body: bytes) -> tuple[ChatRequest, Generation, "ChatWriter"]:
+        """See GeneratingEndpoint."""
+        parts = self.parts
+        request = parse_request(ChatRequest, body)
+        parts.model.check_name(request.model)
+        self.note_ignored(exchange, request)
+        messages = [_plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
+        rendered = parts.chat_encoder.render(messages, _template_variables(request))
+        num_bytes = sum(len(part.encode()) for part in rendered if isinstance(part, str))
+        limit = parts.context_tokens
+        check_prompt_bytes(num_bytes, parts.tokenizer.max_token_bytes, limit, "messages")
+        tokens = await self.tokenise(num_bytes, lambda: parts.chat_encoder.encode(rendered))
+        asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        sampling = make_sampling(request, parts.model, check_context(len(tokens), asked, limit, "messages"))
+        response_id = new_response_id("chatcmpl")
+        answer = self.make_answer(request, sampling, parts.tokenizer.control_id(END_OF_THINKING))
+        generation = Generation(parts.relay, [self.make_request(response_id, tokens, sampling, request.cache_salt)], [answer])
+        return request, generation, ChatWriter(parts, request, response_id)
+
+
+class ChatWriter(AnswerWriter):
+    """Chat objects."""
+
+    def __init__(self, parts: GatewayParts, request: ChatRequest, response_id: str) -> None:
+        options = request.stream_options
+        self._id = response_id
+        self._created_s = now_unix_s()
+        self._model = parts.model.name
+        self._fields = parts.config.reasoning_fields
+        self._has_usage = bool(options and options.include_usage)
+        self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._chunks = sse.ChatChunks(
+            response_id, self._created_s, self._model, has_usage=self._has_usage, reasoning_fields=self._fields
+        )  # fmt: skip
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt, num_output, num_cached, num_reasoning = self.generation.count_usage()
+        return sse.usage_object(num_prompt, num_output, num_cached, num_reasoning)
+
+    def open(self) -> bytes:
+        """See AnswerWriter."""
+        return self._chunks.role()
+
+    def chunk(self, index: int, delta: TextDelta) -> bytes:  # noqa: ARG002 - a chat has one choice
+        """See AnswerWriter."""
+        usage = self._usage() if self._has_running_usage else None
+        data = b""
+        if delta.reasoning:
+            data += self._chunks.reasoning(delta.reasoning, usage)
+        if delta.content:
+            data += self._chunks.content(delta.content, usage)
+        if delta.finish_reason is not None:
+            data += self._chunks.finish(delta.finish_reason, usage)
+        return data
+
+    def usage(self) -> bytes:
+        """See AnswerWriter."""
+        return self._chunks.usage(self._usage()) if self._has_usage else b""
+
+    def collect(self, index: int, delta: TextDelta) -> None:  # noqa: ARG002 - a chat has one choice
+        """See AnswerWriter."""
+        self._reasoning.append(delta.reasoning)
+        self._content.append(delta.content)
+
+    def body(self) -> bytes:
+        """See AnswerWriter."""
+        answer = self.generation.choices[0].answer
+        reasoning = "".join(self._reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content) if answer.has_content else None}
+        message.update(dict.fromkeys(self._fields, reasoning))
+        return sse.chat_body(self._id, self._created_s, self._model, message, answer.finish_reason, self._usage())
+
+
+def _template_variables(request: ChatRequest) -> dict[str, Any]:
+    """The template's variables: the mapped effort, and whatever the client passes raw, which wins."""
+    variables: dict[str, Any] = {}
+    effort = EFFORT_LEVELS.get(request.reasoning_effort or "")
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in RESERVED_VARIABLES:
+            raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
+        variables[name] = value
+    return variables
+
+
+def _plain_message(message: ChatMessage, path: str) -> dict[str, Any]:
+    """A message as the template wants it. Raises InvalidRequest, UnsupportedParameter."""
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": _plain_content(message, path)}
+    if role == "tool":
+        plain["tool_call_id"] = message.tool_call_id
+    if role == "assistant":
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
+        if message.tool_calls:
+            plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls.{index}") for index, call in enumerate(message.tool_calls)]
+    return plain
+
+
+def _plain_content(message: ChatMessage, path: str) -> str | None:
+    """Text parts as one string: the template would join them without a seam, and a control spelling could hide in the seam."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise InvalidRequest(f"a {message.role} message needs content", param=f"{path}.content")
+        return None
+    if isinstance(content, str):
+        return content
+    return "".join(_part_text(part, f"{path}.content.{index}") for index, part in enumerate(content))
+
+
+def _part_text(part: ContentPart, path: str) -> str:
+    if part.type != "text":
+        raise UnsupportedParameter(f"content parts of type {part.type[:32]!r} are not supported; send text", param=f"{path}.type")
+    if part.text is None:
+        raise InvalidRequest("a text part needs text", param=f"{path}.text")
+    return part.text
+
+
+def _plain_call(call: ToolCall, path: str) -> dict[str, Any]:
+    """A tool call of the history; the template wants its arguments as an object."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None  # type: ignore[assignment]
+    if not isinstance(arguments, dict):
+        raise InvalidRequest("arguments must be a JSON object", param=f"{path}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

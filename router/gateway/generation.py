@@ -1,0 +1,134 @@
+"""The answers that one HTTP request is waiting for: one for a chat, one per prompt for completions.
+
+Knows: the relay's outputs and the text made of them. Does not know JSON. Everything is cancelled when it is closed.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.identity import RequestId
+from router.gateway.answer import Answer, TextDelta
+from router.output import Output, Wakeup
+from router.relay import Relay
+from router.request_flow import GenerationRequest
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer on its way. output is None when no token is wanted."""
+
+    request_id: RequestId
+    num_prompt_tokens: int
+    answer: Answer
+    output: Output | None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come."""
+        return self.output is not None and self.answer.finish_reason is None
+
+
+class Generation:
+    """All choices of one HTTP request. Submits on creation; raises Overloaded when they may not enter."""
+
+    def __init__(self, relay: Relay, requests: Sequence[GenerationRequest], answers: Sequence[Answer]) -> None:
+        relay.admit(sum(request.sampling.max_tokens > 0 for request in requests))
+        self._relay = relay
+        self._wakeup = Wakeup()
+        self._is_aborted = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_silent = False
+        self._last_activity_s = 0.0
+        self.choices = [
+            Choice(
+                request_id=request.request_id,
+                num_prompt_tokens=request.num_prompt_tokens,
+                answer=answer,
+                output=relay.submit(request, self._wakeup) if request.sampling.max_tokens > 0 else None,
+            )
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any choice may get more, and somebody wants it."""
+        return not self._is_aborted and any(choice.is_open for choice in self.choices)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the client is gone."""
+        return self._is_aborted
+
+    async def wait(self, silence_s: float | None = None) -> bool:
+        """Wait for something to take. False when `silence_s` passed without anything."""
+        if silence_s is not None:
+            self._watch_silence(silence_s)
+        await self._wakeup.wait()
+        is_silent, self._is_silent = self._is_silent, False
+        self._last_activity_s = asyncio.get_running_loop().time()
+        return not is_silent
+
+    def _watch_silence(self, silence_s: float) -> None:
+        """One timer that is armed again only when it fires: a token costs no timer."""
+        loop = asyncio.get_running_loop()
+        if self._timer is None:
+            self._last_activity_s = loop.time()
+            self._timer = loop.call_later(silence_s, self._silence_passed, silence_s)
+
+    def _silence_passed(self, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        left_s = self._last_activity_s + silence_s - loop.time()
+        if left_s <= 0.0:
+            self._is_silent = True
+            self._wakeup.set()
+            left_s = silence_s
+        self._timer = loop.call_later(left_s, self._silence_passed, silence_s)
+
+    def take(self) -> list[tuple[int, TextDelta]]:
+        """New text by choice. Raises the error that ended a choice, once all of its text has been taken."""
+        taken = []
+        failed = None
+        for index, choice in enumerate(self.choices):
+            output = choice.output
+            if output is None or choice.answer.finish_reason is not None:
+                continue
+            tokens = output.take()
+            if tokens or output.finish is not None:
+                taken.append((index, self._feed(choice, output, tokens)))
+            elif output.error is not None:
+                failed = output.error
+        if failed is not None and not taken:
+            raise failed
+        if failed is not None:
+            self._wakeup.set()  # the text first, the error with the next take
+        return taken
+
+    def _feed(self, choice: Choice, output: Output, tokens: list[int]) -> TextDelta:
+        delta = choice.answer.feed(tokens, output.finish)
+        if delta.finish_reason is not None:
+            self._relay.finish(choice.request_id, "stop_string")  # does nothing when the worker itself has finished
+        return delta
+
+    def abort(self, reason: str) -> None:
+        """Nobody wants the answer any more: cancel everywhere, now."""
+        self._is_aborted = True
+        for choice in self.choices:
+            self._relay.abort(choice.request_id, reason)
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Cancel whatever is not finished, e.g. the other choices when one has failed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for choice in self.choices:
+            self._relay.abort(choice.request_id, "closed")
+
+    def count_usage(self) -> tuple[int, int, int, int]:
+        """(prompt, output, cached prompt, reasoning) tokens over all choices so far."""
+        return (
+            sum(choice.num_prompt_tokens for choice in self.choices),
+            sum(choice.answer.num_tokens for choice in self.choices),
+            sum(choice.output.num_cached_tokens for choice in self.choices if choice.output is not None),
+            sum(choice.answer.num_reasoning_tokens for choice in self.choices),
+        )

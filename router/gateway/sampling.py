@@ -1,0 +1,87 @@
+"""From a validated request to sampling parameters, within the model's limits.
+
+Knows: the checkpoint's defaults, end tokens and context length. Does not know text.
+"""
+
+import secrets
+from dataclasses import dataclass
+
+from kv_transfer.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from kv_transfer.messages import SamplingParameters
+from router.gateway.schema import GenerationFields
+from router.gateway.tokenizer import TextTokenizer
+
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """What is served, as its checkpoint describes it. max_model_len_tokens: prompt + output."""
+
+    name: str
+    max_model_len_tokens: int
+    num_token_ids: int
+    eos_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def check_name(self, name: str) -> None:
+        """Raise ModelNotFound for any other model."""
+        if name != self.name:
+            raise ModelNotFound(f"the model {name!r} does not exist here; this server serves {self.name!r}", param="model")
+
+
+def describe_model(name: str, tokenizer: TextTokenizer, max_model_len_tokens: int) -> ServedModel:
+    """The served model; `max_model_len_tokens` 0 takes the checkpoint's, and never exceeds it."""
+    limits = [limit for limit in (max_model_len_tokens, tokenizer.max_model_len_tokens) if limit > 0]
+    defaults = tokenizer.generation_defaults
+    is_greedy = defaults.get("do_sample") is False
+    return ServedModel(
+        name=name,
+        max_model_len_tokens=min(limits, default=0),
+        num_token_ids=tokenizer.num_token_ids,
+        eos_token_ids=tokenizer.eos_token_ids,
+        temperature=0.0 if is_greedy else float(defaults.get("temperature") or 1.0),
+        top_p=float(defaults.get("top_p") or 1.0),
+        top_k=int(defaults.get("top_k") or 0),
+    )
+
+
+def check_context(num_prompt_tokens: int, max_tokens: int | None, limit_tokens: int, param: str) -> int:
+    """How many tokens may be generated: what was asked for, else the rest of the context. Raises PromptTooLong, InvalidRequest."""
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("the prompt is empty; at least one token is needed", param=param)
+    room_tokens = limit_tokens - num_prompt_tokens
+    if max_tokens is None and room_tokens < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and the model's context is {limit_tokens}; shorten the prompt", param=param
+        )
+    if max_tokens is not None and max_tokens > room_tokens:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens asks for {max_tokens} more, together "
+            f"{num_prompt_tokens + max_tokens}; the model's context is {limit_tokens}. Shorten the prompt or lower max_tokens.",
+            param=param,
+        )
+    return room_tokens if max_tokens is None else max_tokens
+
+
+def check_prompt_bytes(num_bytes: int, max_token_bytes: int, limit_tokens: int, param: str) -> None:
+    """Refuse a text that cannot fit however well it compresses, before any time is spent on it. Raises PromptTooLong."""
+    at_least = -(-num_bytes // max_token_bytes)
+    if at_least > limit_tokens:
+        raise PromptTooLong(f"the prompt has at least {at_least} tokens and the model's context is {limit_tokens}; shorten it", param=param)
+
+
+def make_sampling(request: GenerationFields, model: ServedModel, max_tokens: int) -> SamplingParameters:
+    """Sampling parameters with every default filled in. The seed is minted here, so that every attempt draws the same."""
+    end_ids = () if request.ignore_eos else model.eos_token_ids
+    top_k = model.top_k if request.top_k is None else request.top_k
+    return SamplingParameters(
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK,
+        temperature=model.temperature if request.temperature is None else request.temperature,
+        top_p=model.top_p if request.top_p is None else request.top_p,
+        top_k=max(top_k, 0),
+        stop_token_ids=tuple(dict.fromkeys((*end_ids, *(request.stop_token_ids or ())))),
+    )

@@ -1,0 +1,222 @@
+"""What a client may ask for: the public API's schema. Everything here is untrusted until it has passed.
+
+Knows: fields, types, ranges, and which known parameters are refused because ignoring them would change the answer. Does not know
+tokens or limits of the model (`sampling.py`).
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kv_transfer.errors import InvalidRequest, UnsupportedParameter
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class _Open(BaseModel):
+    """Unknown fields are kept aside, so that they can be named; types are not coerced."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(_Open):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ContentPart(_Open):
+    type: str
+    text: str | None = None
+
+
+class ToolCallFunction(_Open):
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(_Open):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: ToolCallFunction
+
+
+class ChatMessage(_Open):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class GenerationFields(_Open):
+    """What both endpoints share."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """All stop strings, as one form."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(GenerationFields):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(GenerationFields):
+    """prompt is checked by `parse_prompts`: a union of lists would collect an error for each of a hundred thousand ids."""
+
+    prompt: Any
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    echo: bool | None = None
+
+
+_ANY = object()
+"""In the table below: no value of this parameter changes the answer."""
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "ebnf": (None,),
+    "frequency_penalty": (None, 0),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "json_schema": (None,),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "modalities": (None, ["text"]),
+    "n": (None, 1),
+    "parallel_tool_calls": (_ANY,),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "regex": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "skip_special_tokens": (None, True),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
+}
+"""Parameters that we know and do not support yet, with the values that leave the answer as it is."""
+
+RequestT = TypeVar("RequestT", bound=GenerationFields)
+
+
+def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
+    """Validate a body. Raises InvalidRequest that names the field, UnsupportedParameter for what would change the answer."""
+    try:
+        request = request_type.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error) from None
+    for name, value in (request.model_extra or {}).items():
+        neutral = NEUTRAL_VALUES.get(name)
+        if neutral is not None and not _is_neutral(value, neutral):
+            raise UnsupportedParameter(
+                f"{name} with this value is not supported by this server and would change the answer; leave it out", param=name
+            )
+    return request
+
+
+def find_ignored_fields(request: GenerationFields) -> list[str]:
+    """Names of the fields that nobody reads, nested ones as paths."""
+    ignored = [name for name in request.model_extra or {} if name not in NEUTRAL_VALUES]
+    if request.stream_options is not None:
+        ignored += [f"stream_options.{name}" for name in request.stream_options.model_extra or {}]
+    if isinstance(request, ChatRequest):
+        for index, message in enumerate(request.messages):
+            if message.model_extra:  # clients send answers back with empty fields that say nothing
+                ignored += [f"messages.{index}.{name}" for name, value in message.model_extra.items() if value not in (None, [], "")]
+    return ignored
+
+
+def parse_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a completion, one or many. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if isinstance(prompt[0], int):
+            return [_check_token_list(prompt, "prompt")]
+        if all(isinstance(item, str) for item in prompt):
+            return list(prompt)
+        if all(isinstance(item, list) for item in prompt):
+            return [_check_token_list(item, f"prompt.{index}") for index, item in enumerate(prompt)]
+    raise InvalidRequest("prompt must be a string, a list of token ids, or a non-empty list of either", param="prompt")
+
+
+def _check_token_list(tokens: list[Any], param: str) -> list[int]:
+    if not all(type(token) is int for token in tokens):  # bool is an int to isinstance
+        raise InvalidRequest(f"{param} must hold token ids only, as integers", param=param)
+    return tokens
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(item is _ANY or (value == item and isinstance(value, bool) == isinstance(item, bool)) for item in neutral)
+
+
+def _explain(error: ValidationError) -> InvalidRequest:
+    """One sentence about the deepest mistake: of a union's branches, that is the one the client meant."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    if details[0]["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}", body="malformed")
+    paths = [_field_path(detail["loc"]) for detail in details]
+    if not any(paths):
+        return InvalidRequest("the body must be a JSON object")
+    deepest = max(paths, key=len)
+    reasons = dict.fromkeys(detail["msg"] for detail, path in zip(details, paths, strict=True) if path == deepest)
+    name = ".".join(map(str, deepest))
+    return InvalidRequest(f"{name}: {'; or: '.join(reasons)}", param=name)
+
+
+def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The location without the names of union branches, which mean nothing to a client."""
+    return tuple(part for part in location if isinstance(part, int) or part in _FIELD_NAMES)
+
+
+_FIELD_NAMES = frozenset(
+    name
+    for model in (StreamOptions, ContentPart, ToolCallFunction, ToolCall, ChatMessage, ChatRequest, CompletionRequest)
+    for name in model.model_fields
+)

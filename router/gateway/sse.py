@@ -1,0 +1,115 @@
+"""Server-sent events and the JSON of answers. Chunks are built from prepared bytes: no validation and no dictionaries per token.
+
+Knows: the shapes of OpenAI's objects. Does not know where texts come from.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+_json = msgspec.json.Encoder().encode
+
+
+def event(payload: bytes) -> bytes:
+    """One event."""
+    return b"data: " + payload + b"\n\n"
+
+
+def usage_object(num_prompt: int, num_output: int, num_cached: int, num_reasoning: int | None) -> dict[str, Any]:
+    """OpenAI's usage. num_reasoning: None where nothing is split off."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    if num_reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
+
+
+class _Chunks:
+    """What every chunk of one stream has in common."""
+
+    def __init__(self, kind: str, response_id: str, created_s: int, model: str, *, has_usage: bool) -> None:
+        head = _json({"id": response_id, "object": kind, "created": created_s, "model": model})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._no_usage = b',"usage":null' if has_usage else b""
+
+    def _close(self, usage: dict[str, Any] | None) -> bytes:
+        return b"]" + (self._no_usage if usage is None else b',"usage":' + _json(usage)) + b"}\n\n"
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that carries the usage."""
+        return self._head + self._close(usage)
+
+
+class ChatChunks(_Chunks):
+    """Chunks of a chat completion. reasoning_fields: names that thinking is sent under."""
+
+    def __init__(
+        self, response_id: str, created_s: int, model: str, *, has_usage: bool, reasoning_fields: Sequence[str]
+    ) -> None:  # fmt: skip
+        super().__init__("chat.completion.chunk", response_id, created_s, model, has_usage=has_usage)
+        self._open = self._head + b'{"index":0,"delta":'
+        self._reasoning_fields = [b'"' + name.encode() + b'":' for name in reasoning_fields]
+
+    def role(self) -> bytes:
+        """The first chunk."""
+        return self._open + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + self._close(None)
+
+    def reasoning(self, text: str, usage: dict[str, Any] | None) -> bytes:
+        """More thinking."""
+        encoded = _json(text)
+        delta = b"{" + b",".join([field + encoded for field in self._reasoning_fields]) + b"}"
+        return self._open + delta + b',"logprobs":null,"finish_reason":null}' + self._close(usage)
+
+    def content(self, text: str, usage: dict[str, Any] | None) -> bytes:
+        """More of the answer."""
+        return self._open + b'{"content":' + _json(text) + b'},"logprobs":null,"finish_reason":null}' + self._close(usage)
+
+    def finish(self, finish_reason: str, usage: dict[str, Any] | None) -> bytes:
+        """The last chunk with a choice."""
+        return self._open + b'{},"logprobs":null,"finish_reason":' + _json(finish_reason) + b"}" + self._close(usage)
+
+
+class CompletionChunks(_Chunks):
+    """Chunks of a completion with one or many prompts."""
+
+    def __init__(self, response_id: str, created_s: int, model: str, *, has_usage: bool) -> None:
+        super().__init__("text_completion", response_id, created_s, model, has_usage=has_usage)
+
+    def text(self, index: int, text: str, finish_reason: str | None, usage: dict[str, Any] | None) -> bytes:
+        """More of one choice."""
+        reason = b"null" if finish_reason is None else _json(finish_reason)
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (index, _json(text), reason)
+        return self._head + choice + self._close(usage)
+
+
+def chat_body(
+    response_id: str, created_s: int, model: str, message: dict[str, Any], finish_reason: str | None, usage: dict[str, Any]
+) -> bytes:  # fmt: skip
+    """A whole chat completion."""
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return _json(
+        {"id": response_id, "object": "chat.completion", "created": created_s, "model": model, "choices": [choice], "usage": usage}
+    )
+
+
+def completion_body(
+    response_id: str, created_s: int, model: str, choices: Sequence[tuple[str, str | None]], usage: dict[str, Any]
+) -> bytes:  # fmt: skip
+    """A whole completion; choices are (text, finish reason) by prompt number."""
+    items = [{"index": index, "text": text, "logprobs": None, "finish_reason": reason} for index, (text, reason) in enumerate(choices)]
+    return _json(
+        {"id": response_id, "object": "text_completion", "created": created_s, "model": model, "choices": items, "usage": usage}
+    )  # fmt: skip

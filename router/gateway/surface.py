@@ -1,0 +1,197 @@
+"""What the two generating endpoints share: the parts they are made of, and how an answer is driven to its end.
+
+Knows: the order of validation, submission, streaming and clean-up. Does not know the shape of either API (`chat.py`, `completions.py`).
+"""
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from kv_transfer.errors import ServingError, UnsupportedParameter
+from kv_transfer.identity import RequestId, pack_tokens
+from kv_transfer.messages import SamplingParameters
+from router.config import GatewayConfig
+from router.gateway import sse
+from router.gateway.answer import Answer, TextDelta
+from router.gateway.chat_template import ChatEncoder
+from router.gateway.errors import error_body
+from router.gateway.exchange import ClientGone, Exchange
+from router.gateway.generation import Generation
+from router.gateway.metrics import GatewayMetrics
+from router.gateway.sampling import ServedModel
+from router.gateway.schema import GenerationFields, find_ignored_fields
+from router.gateway.tokenizer import TextTokenizer
+from router.relay import Relay
+from router.request_flow import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED_FIELDS = 16
+UNSAFE_IN_HEADER = re.compile(r"[^A-Za-z0-9_.\-]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayParts:
+    """What an endpoint needs. Made once, when the gateway starts."""
+
+    config: GatewayConfig
+    model: ServedModel
+    tokenizer: TextTokenizer
+    chat_encoder: ChatEncoder
+    relay: Relay
+    metrics: GatewayMetrics
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt + output: the checkpoint's, or less when the workers say less."""
+        announced = self.relay.registry.max_model_len_tokens()
+        return min(self.model.max_model_len_tokens, announced) if announced else self.model.max_model_len_tokens
+
+
+class AnswerWriter(ABC):
+    """Turns the text of one HTTP request into bytes of its API. `generation` is set before any other method is called."""
+
+    generation: Generation
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """Events that come before any text."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Events for new text of one choice; may be empty."""
+
+    @abstractmethod
+    def usage(self) -> bytes:
+        """The last event before the end mark; may be empty."""
+
+    @abstractmethod
+    def collect(self, index: int, delta: TextDelta) -> None:
+        """Keep new text for `body`."""
+
+    @abstractmethod
+    def body(self) -> bytes:
+        """The whole answer at once."""
+
+
+class GeneratingEndpoint(ABC):
+    """A plain ASGI endpoint: no framework between the parsed body and the bytes of a token."""
+
+    def __init__(self, parts: GatewayParts) -> None:
+        self.parts = parts
+
+    @abstractmethod
+    async def start(self, exchange: Exchange, body: bytes) -> tuple[GenerationFields, Generation, AnswerWriter]:
+        """Validate, tokenise and submit. Raises ServingError."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Errors before the first byte are raised; the application's handler answers them."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            body = await exchange.read_json_body(self.parts.config.max_body_bytes)
+            request, generation, writer = await self.start(exchange, body)
+        except ClientGone:
+            return
+        writer.generation = generation
+        watching = exchange.watch(lambda: generation.abort("client_gone"))
+        try:
+            if request.stream:
+                await self._stream(exchange, generation, writer)
+            else:
+                await self._answer(exchange, generation, writer)
+        except Exception as error:
+            # The boundary of a request task. Before the first byte the application's handler answers; after it only an event can.
+            if not exchange.is_started:
+                raise
+            await self._end_in_error(exchange, error)
+        finally:
+            watching.cancel()
+            generation.close()
+
+    async def _answer(self, exchange: Exchange, generation: Generation, writer: AnswerWriter) -> None:
+        while generation.is_open:
+            await generation.wait()
+            for index, delta in generation.take():
+                writer.collect(index, delta)
+        if not generation.is_aborted:
+            await exchange.reply(writer.body())
+
+    async def _stream(self, exchange: Exchange, generation: Generation, writer: AnswerWriter) -> None:
+        """The status line waits for the first text, so that an early failure keeps its status; but never longer than a keep-alive."""
+        keepalive_s = self.parts.config.keepalive_s
+        while generation.is_open:
+            has_news = await generation.wait(keepalive_s)
+            chunks = [writer.chunk(index, delta) for index, delta in generation.take()]
+            if generation.is_aborted:
+                return
+            if not chunks and has_news:
+                continue
+            data = b"".join(chunks) if has_news else sse.KEEP_ALIVE
+            if not exchange.is_started:
+                await exchange.open_stream(sse.STREAM_HEADERS)
+                data = writer.open() + data
+            if data:
+                await exchange.write(data)
+        if not exchange.is_started:
+            await exchange.open_stream(sse.STREAM_HEADERS)
+            await exchange.write(writer.open())
+        await exchange.write(writer.usage() + sse.DONE, is_last=True)
+
+    async def _end_in_error(self, exchange: Exchange, error: Exception) -> None:
+        if not isinstance(error, ServingError):
+            logger.exception("request failed by a bug of ours client_request_id=%s", exchange.request_id)
+        self.parts.metrics.count_stream_error(error.code if isinstance(error, ServingError) else "internal_error")
+        await exchange.write(sse.event(error_body(error)), is_last=True)
+
+    # -- steps that both take ------------------------------------------------------------------------------------------
+
+    def note_ignored(self, exchange: Exchange, request: GenerationFields) -> None:
+        """Name what nobody reads, in a header and in a counter. Raises UnsupportedParameter when the configuration is strict."""
+        ignored = find_ignored_fields(request)
+        if not ignored:
+            return
+        if self.parts.config.strict_fields:
+            raise UnsupportedParameter(f"unknown field {ignored[0]!r}; this server accepts known fields only", param=ignored[0])
+        self.parts.metrics.count_ignored_fields(len(ignored))
+        names = [UNSAFE_IN_HEADER.sub("?", name)[:64] for name in ignored[:MAX_NAMED_FIELDS]]
+        exchange.extra_headers.append((b"x-ignored-fields", ", ".join(names).encode()))
+
+    def make_request(self, request_id: str, tokens: Sequence[int], sampling: SamplingParameters, salt: str | None) -> GenerationRequest:
+        """What the relay is given."""
+        return GenerationRequest(
+            request_id=RequestId(request_id),
+            prompt=pack_tokens(tokens),
+            num_prompt_tokens=len(tokens),
+            sampling=sampling,
+            cache_salt=(salt or "").encode(),
+        )
+
+    async def tokenise(self, num_characters: int, encode: Callable[[], Any]) -> Any:
+        """Run `encode` here, or on a thread when the text is so long that every stream would wait for it."""
+        if num_characters < self.parts.config.tokenize_inline_below_characters:
+            return encode()
+        return await asyncio.get_running_loop().run_in_executor(None, encode)
+
+    def make_answer(self, request: GenerationFields, sampling: SamplingParameters, think_end_id: int | None) -> Answer:
+        """The text side of one choice."""
+        return Answer(
+            self.parts.tokenizer, stops=request.stop_strings, end_ids=frozenset(sampling.stop_token_ids), think_end_id=think_end_id
+        )  # fmt: skip
+
+
+def new_response_id(prefix: str) -> str:
+    """An id that no other response has: the gateway's request ids are derived from it."""
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def now_unix_s() -> int:
+    """Wall-clock time, for `created`."""
+    return int(time.time())
