@@ -7,6 +7,7 @@ A peer that does not read cannot make this process hold more than `max_buffered_
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import cast
 
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import PeerLost, ProtocolMismatch, ServingError
@@ -49,7 +50,7 @@ class Connection(asyncio.Protocol):
     # -- called by the event loop --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # uvloop's transports have its surface and not its class
         self._transport = transport
         peer_socket = transport.get_extra_info("socket")
         if peer_socket is not None and peer_socket.family in (socket.AF_INET, socket.AF_INET6):
