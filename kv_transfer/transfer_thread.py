@@ -4,6 +4,8 @@ Knows: one thread, its commands and how results get back to the loop. Does not k
 """
 
 import asyncio
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,23 +28,88 @@ class TransferCallbacks:
 
 
 class TransferThread:
-    """The one thread that touches `transport`. Methods are called on the loop and return at once."""
+    """The one thread that touches `transport`. Methods are called on the loop and return at once; commands keep their order."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, callbacks: TransferCallbacks, poll_interval_s: float) -> None:
-        raise NotImplementedError
+        """poll_interval_s: pause between two looks at READs in flight; without any the thread sleeps."""
+        self._transport = transport
+        self._loop = loop
+        self._callbacks = callbacks
+        self._poll_interval_s = poll_interval_s
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+        self._thread.start()
 
     def post(self, read: PostRead) -> None:
         """Start a READ; on_done or on_failed answers."""
-        raise NotImplementedError
+        self._commands.put(lambda: self._transport.post_read(read))
 
     def destroy(self, peer: PeerId) -> None:
         """Destroy the peer's agent after every command given before; on_destroyed answers."""
-        raise NotImplementedError
+
+        def command() -> None:
+            self._transport.destroy_peer(peer)
+            self._tell(self._callbacks.on_destroyed, peer)
+
+        self._commands.put(command)
 
     async def call(self, function: Callable[[Transport], ResultT]) -> ResultT:
-        """Run `function(transport)` on the thread, e.g. open_peer, connect_peer or read_probe; its exception comes back."""
-        raise NotImplementedError
+        """Run `function(transport)` on the thread, e.g. open_peer, connect_peer or read_probe; its TransferError comes back."""
+        result: asyncio.Future[ResultT] = self._loop.create_future()
+
+        def give(value: ResultT) -> None:
+            if not result.done():
+                result.set_result(value)
+
+        def refuse(error: TransferError) -> None:
+            if not result.done():
+                result.set_exception(error)
+
+        def command() -> None:
+            try:
+                value = function(self._transport)
+            except TransferError as error:
+                self._tell(refuse, error)
+            else:
+                self._tell(give, value)
+
+        self._commands.put(command)
+        return await result
 
     async def close(self) -> None:
         """Finish the commands given before, close the transport and join the thread."""
-        raise NotImplementedError
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+            self._transport.close()
+        except Exception as error:  # a bug: it must stop the worker, not only this thread
+            self._tell(self._raise, error)
+
+    def _turn(self) -> bool:
+        """Carry out one command, if there is one, and tell what has ended; False after close()."""
+        waits = self._transport.num_in_flight() > 0
+        try:
+            command = self._commands.get(timeout=self._poll_interval_s if waits else None)
+        except queue.Empty:
+            pass
+        else:
+            if command is None:
+                return False
+            command()
+        for outcome in self._transport.poll():
+            if outcome.error is None:
+                self._tell(self._callbacks.on_done, outcome.read_id)
+            else:
+                self._tell(self._callbacks.on_failed, outcome.read_id, outcome.error)
+        return True
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    @staticmethod
+    def _raise(error: Exception) -> None:
+        raise error
