@@ -14,7 +14,17 @@ from enum import Enum, unique
 
 import msgspec
 
-from kv_transfer.errors import DeadlineExceeded, EngineFault, InvalidRequest, ServingError, TransferTimeout, WorkerLost
+from kv_transfer.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineFault,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    ServingError,
+    TransferTimeout,
+    WorkerLost,
+)
 from kv_transfer.handoff import advance
 from kv_transfer.identity import Incarnation, PackedTokens, RequestId, TransferId, pack_tokens
 from kv_transfer.messages import (
@@ -41,6 +51,12 @@ from router.policy import Demand, Placement, WorkerRef
 
 SOURCE_IS_FINISHED = frozenset({"complete", "released"})
 """States in PROGRESS (`kv_transfer.handoff.SourceState`) after which decode owns the next step."""
+
+REQUEST_FAULTS: dict[str, type[InvalidRequest]] = {PromptTooLong.code: PromptTooLong}
+"""Faults of the caller that only a worker could find, by the code that it sends."""
+
+PUT_OFF_CODES = frozenset({Draining.code, QueueFull.code})
+"""Failures that say nothing against the request or the worker."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,16 +281,17 @@ class RequestFlow:
     def _receive_failure(self, message: Failed, worker: WorkerRef, now_s: float) -> list[FlowEffect]:
         match message.kind:
             case FailureKind.REQUEST_FAULT:
-                return self._end(RequestEvent.FAIL, "request_fault", InvalidRequest(message.message, worker_code=message.code))
+                fault = REQUEST_FAULTS.get(message.code, InvalidRequest)
+                return self._end(RequestEvent.FAIL, "request_fault", fault(message.message))
+            case FailureKind.FATAL if message.code == DeadlineExceeded.code:
+                return self._expire()
             case FailureKind.FATAL:
                 error = EngineFault("a worker could not run the request", worker_code=message.code)
                 return self._end(RequestEvent.FAIL, "fatal", error)
-            case FailureKind.RETRYABLE_LATER:
-                self.num_delays += 1
-                self.not_before_s = now_s + retry_delay_s(1 + self.num_delays, self._config)
-                return self._leave("retry_later")
-            case FailureKind.RETRYABLE_ELSEWHERE:
+            case FailureKind.RETRYABLE_ELSEWHERE if message.code not in PUT_OFF_CODES:
                 return self._lose(worker, WorkerLost("a worker failed the request", worker_code=message.code), now_s)
+            case _:
+                return self._put_off(worker, now_s)
 
     def worker_lost(self, worker: WorkerRef, now_s: float) -> list[FlowEffect]:
         """Its connection ended, or it came back as another incarnation."""
@@ -305,8 +322,7 @@ class RequestFlow:
         if self.state in TERMINAL_STATES:
             return []
         if now_s >= self._deadline_s:
-            error = DeadlineExceeded(f"the request was not finished within {self._config.request_deadline_s:g} s")
-            return self._end(RequestEvent.EXPIRE, "deadline", error)
+            return self._expire()
         placement = self.placement
         if placement is None:
             refusal = find_wait_refusal(now_s - self.entered_s, was_dispatched=self.attempt > 0, config=self._config)
@@ -339,6 +355,10 @@ class RequestFlow:
         self._said_s = now_s
         return [Post(placement.decode, Ask(self._transfer, len(self.output)))]
 
+    def _expire(self) -> list[FlowEffect]:
+        error = DeadlineExceeded(f"the request was not finished within {self._config.request_deadline_s:g} s")
+        return self._end(RequestEvent.EXPIRE, "deadline", error)
+
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _lose(self, worker: WorkerRef, error: ServingError, now_s: float) -> list[FlowEffect]:
@@ -353,6 +373,13 @@ class RequestFlow:
             return self._end(RequestEvent.FAIL, error.code, error)
         self.not_before_s = now_s + retry_delay_s(self.num_failures, config)
         return self._leave("retry")
+
+    def _put_off(self, worker: WorkerRef, now_s: float) -> list[FlowEffect]:
+        """`worker` has no room for it, which is no failure: try elsewhere, or here again after a pause that grows."""
+        self.num_delays += 1
+        self._avoid.add(worker)
+        self.not_before_s = now_s + retry_delay_s(1 + self.num_delays, self._config)
+        return self._leave("put_off")
 
     def _leave(self, reason: str) -> list[FlowEffect]:
         """Give the current attempt up; the request itself goes on."""

@@ -1,0 +1,1 @@
+"""Real implementations of our interfaces, small enough for tests."""
