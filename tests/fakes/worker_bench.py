@@ -499,9 +499,9 @@ class World:
     def workers(self) -> list[Any]:
         return [*self.prefills, *self.decodes]
 
-    def deliver_one(self) -> bool:
+    def deliver_one(self, may_deliver: Callable[[PeerId, PeerId], bool] = lambda _sender, _to: True) -> bool:
         """One message of a randomly chosen connection arrives."""
-        busy = self.wire.busy()
+        busy = [direction for direction in self.wire.busy() if may_deliver(*direction)]
         if not busy:
             return False
         sender, to = self.rng.choice(busy)

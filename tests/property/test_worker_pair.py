@@ -1,0 +1,84 @@
+"""Whatever happens in whatever order, the workers' answers are those of one process, and nobody keeps a block.
+
+Engines, sessions and pools are the real ones, the model hashes every cache entry it attends to, time is virtual.
+"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.config import DecodeConfig
+from kv_transfer.identity import RequestId
+from kv_transfer.messages import SamplingParameters
+from kv_transfer.transports.loopback import FaultPlan, LoopbackFabric
+from prefill_worker.config import PrefillConfig
+from tests.fakes.toy_model import VOCAB_SIZE, toy_generate
+from tests.fakes.worker_bench import BenchRequest, World
+
+PREFIX = [3, 1, 4, 1, 5, 9, 2, 6] * 4
+"""Shared by some prompts, so that they hit each other's blocks."""
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> list[BenchRequest]:
+    drawn = []
+    for number in range(draw(st.integers(1, 8))):
+        shared = PREFIX[: draw(st.sampled_from([0, 8, 15, 16, 24, 32]))]
+        own = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(draw(st.integers(1, 12)))]
+        sampling = SamplingParameters(
+            max_tokens=draw(st.integers(1, 40)), seed=draw(st.integers(0, 9)), stop_token_ids=tuple(draw(st.sets(st.integers(0, 49), max_size=1)))
+        )
+        drawn.append(BenchRequest(RequestId(f"r{number}"), shared + own, sampling, is_local=draw(st.booleans())))
+    return drawn
+
+
+def assert_answers(asked: list[BenchRequest]) -> None:
+    for request in asked:
+        expected = toy_generate(request.prompt, request.sampling)
+        assert request.failure is None
+        if request.is_cancelled:
+            assert request.output == expected[: len(request.output)]
+        else:
+            assert request.output == expected
+
+
+@settings(max_examples=100)
+@given(
+    requests(),
+    st.integers(0, 2**32),
+    st.integers(10, 30),
+    st.integers(10, 30),
+    st.sampled_from([8, 16, 40]),
+    st.sampled_from([0.0, 0.005, 0.03]),
+)
+def test_answers_equal_one_process(
+    asked: list[BenchRequest], seed: int, prefill_blocks: int, decode_blocks: int, budget: int, cancel_rate: float
+) -> None:
+    world = World(
+        seed=seed,
+        prefill_blocks=prefill_blocks,
+        decode_blocks=decode_blocks,
+        max_step_tokens=budget,
+        prefill_config=PrefillConfig(max_computing=3),
+        decode_config=DecodeConfig(max_running=min(6, budget), max_chunk_tokens=16),
+    )
+    for request in asked:
+        world.router.submit(request)
+    for _ in range(world.rng.randrange(600)):
+        world.turn()
+        if world.rng.random() < cancel_rate:
+            world.router.cancel(world.rng.choice(asked).request_id)
+    world.settle()
+    assert_answers(asked)
+
+
+@settings(max_examples=30)
+@given(requests(), st.integers(0, 2**32), st.floats(0, 0.2))
+def test_failing_reads_cost_attempts_but_no_token(asked: list[BenchRequest], seed: int, error_rate: float) -> None:
+    fabric = LoopbackFabric(FaultPlan(error_rate=error_rate, max_delay_s=0.3), seed=seed)
+    world = World(seed=seed, num_prefills=2, num_decodes=2, fabric=fabric)
+    for request in asked:
+        world.router.submit(request)
+    for _ in range(200):
+        world.turn()
+    world.settle()
+    assert_answers(asked)

@@ -1,0 +1,132 @@
+"""The decode engine on the bench: what is emitted, who is preempted, what is cached, and what a launched step protects."""
+
+from decode_worker.config import DecodeConfig
+from decode_worker.sequences import Phase
+from kv_transfer.block_keys import block_keys
+from kv_transfer.identity import RequestId, pack_tokens
+from kv_transfer.messages import FailureKind, FinishReason, SamplingParameters, Tokens
+from tests.fakes.toy_model import BLOCK_SIZE_TOKENS, toy_generate
+from tests.fakes.worker_bench import BenchRequest, World
+
+
+def local_request(name: str, num_tokens: int, max_tokens: int, **sampling: object) -> BenchRequest:
+    parameters = SamplingParameters(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
+    return BenchRequest(RequestId(name), [(len(name) * 7 + i) % 50 for i in range(num_tokens)], parameters, is_local=True)
+
+
+def open_all(world: World, *requests: BenchRequest) -> None:
+    for request in requests:
+        world.router.submit(request)
+    world.router.tick(world.now_s)
+    while world.deliver_one():
+        pass
+
+
+def test_a_stop_token_is_the_last_token_and_nothing_follows_it() -> None:
+    free = toy_generate([(14 + i) % 50 for i in range(5)], SamplingParameters(max_tokens=20, seed=1))
+    stop = free[6]
+    world = World()
+    request = local_request("ab", 5, 20, stop_token_ids=(stop,))
+    open_all(world, request)
+    world.settle()
+    assert request.output == free[: free.index(stop) + 1]
+    assert request.finish is FinishReason.STOP
+
+
+def test_one_frame_per_step_and_gateway() -> None:
+    world = World()
+    open_all(world, local_request("a", 5, 6), local_request("b", 9, 6), local_request("c", 3, 6))
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    before = len(world.wire.sent)
+    assert decode.turn(world.now_s)
+    frames = [message for sender, _, message in world.wire.sent[before:] if sender == decode.me.peer_id]
+    assert len(frames) == 1
+    assert isinstance(frames[0], Tokens)
+    assert [len(delta.tokens) for delta in frames[0].deltas] == [1, 1, 1]
+
+
+def test_blocks_of_a_step_in_flight_are_not_handed_out_when_its_sequence_is_cancelled() -> None:
+    world = World(decode_blocks=4)
+    request = local_request("a", 20, 4)
+    open_all(world, request)
+    decode = world.decodes[0]
+    assert decode.launch(world.now_s)
+    world.router.cancel(request.request_id)
+    while world.deliver_one():
+        pass
+    assert decode.num_live == 0
+    assert decode.model.pool.num_available < 4, "the step still stores into these blocks"
+    decode.land(world.now_s)
+    assert decode.model.pool.num_available == 4
+    assert request.output == []
+
+
+def test_a_preempted_sequence_resumes_with_the_same_text() -> None:
+    config = DecodeConfig(max_running=4, max_chunk_tokens=16)
+    world = World(decode_blocks=12, decode_config=config)
+    requests = [local_request(name, 8, 70) for name in ("a", "bb")]
+    open_all(world, *requests)
+    world.settle()
+    assert world.decodes[0].engine.num_preemptions >= 1
+    for request in requests:
+        assert request.attempt == 1
+        assert request.output == toy_generate(request.prompt, request.sampling)
+
+
+def test_nobody_new_is_taken_while_somebody_is_preempted() -> None:
+    world = World(decode_blocks=12)
+    old = [local_request(name, 8, 70) for name in ("a", "bb")]
+    open_all(world, *old)
+    decode = world.decodes[0]
+    while not decode.sequences.in_phase(Phase.PREEMPTED):
+        decode.turn(world.now_s)
+    late = local_request("ccc", 3, 2)
+    open_all(world, late)
+    assert late.transfer is None, "BUSY sends it away"
+    world.settle()
+    assert late.output == toy_generate(late.prompt, late.sampling)
+
+
+def test_blocks_that_the_answer_fills_are_found_by_the_next_turn() -> None:
+    world = World()
+    first = local_request("a", 10, 30)
+    open_all(world, first)
+    world.settle()
+    second = BenchRequest(RequestId("next"), first.prompt + first.output + [7], first.sampling, is_local=True)
+    open_all(world, second)
+    world.settle()
+    num_stored = len(first.prompt) + len(first.output) - 1
+    assert second.num_cached_tokens == num_stored // BLOCK_SIZE_TOKENS * BLOCK_SIZE_TOKENS
+    keys = block_keys(pack_tokens(second.prompt), b"", BLOCK_SIZE_TOKENS, looks_one_token_ahead=False)
+    assert len(world.decodes[0].model.pool.lookup(keys)) >= num_stored // BLOCK_SIZE_TOKENS
+
+
+def test_a_request_that_cannot_fit_alone_is_refused_with_the_numbers() -> None:
+    world = World(decode_blocks=4)
+    request = local_request("a", 20, 30)
+    open_all(world, request)
+    assert request.failure is not None
+    assert request.failure.kind is FailureKind.REQUEST_FAULT
+    assert request.failure.code == "context_length_exceeded"
+    assert "20" in request.failure.message
+    assert "33" in request.failure.message
+
+
+def test_a_running_batch_decodes_beside_a_long_local_prompt() -> None:
+    world = World(decode_blocks=60, max_step_tokens=32, decode_config=DecodeConfig(max_running=8, max_chunk_tokens=8))
+    short = local_request("a", 3, 30)
+    open_all(world, short)
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    long = local_request("bb", 100, 2)
+    open_all(world, long)
+    num_emitted = []
+    while decode.sequences.in_phase(Phase.FILLING):
+        decode.turn(world.now_s)
+        while world.deliver_one():
+            pass
+        num_emitted.append(len(short.output))
+    assert len(num_emitted) >= 12, "the prompt is cut into chunks of the share that it may take beside rows"
+    assert num_emitted == sorted(set(num_emitted)), "every step of the long prompt also moved the short answer on"
+    world.settle()
