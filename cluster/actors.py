@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement import GroupPlan
+from cluster.process_tree import die_with_parent
 from cluster.worker_spec import WorkerService, WorkerSpec, make_service, read_logging_config
 from kv_transfer.errors import ConfigError
 from kv_transfer.identity import WorkerId
@@ -32,6 +33,7 @@ class WorkerActor:
     """One rank's process. It hosts the service in a thread of its own; every method returns at once, except park()."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        die_with_parent(os.getppid())  # the raylet; Ray's own check asks whether pid 1 has adopted it, which need not be so
         _write_output_to(Path(spec.log_file))
         logging.config.dictConfig(read_logging_config(Path(spec.logging_config_file)))
         self._spec = spec

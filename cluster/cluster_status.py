@@ -35,7 +35,8 @@ async def fetch_table(run: RunState, secret: bytes, timeout_s: float) -> WorkerT
     client = DirectoryClient(secret, me, run.directory_host, run.directory_port, take, config=WireConfig(), rng=random.Random())
     await client.start()
     try:
-        return await asyncio.wait_for(arrived, timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await arrived
     except TimeoutError:
         raise PeerLost(f"the cluster of process {run.pid} did not answer within {timeout_s:g} s") from None
     finally:

@@ -4,18 +4,16 @@ Knows: how `python -m router.gateway` is run and stopped. Does not know requests
 """
 
 import asyncio
-import ctypes
 import functools
 import os
 import signal
 import sys
 from pathlib import Path
 
+from cluster.process_tree import die_with_parent
 from router.config import GatewayProcessConfig, dump_process_config
 
-PR_SET_PDEATHSIG = 1
 READY_TIMEOUT_S = 2.0
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class GatewayProcess:
@@ -58,13 +56,14 @@ class GatewayProcess:
                 sys.executable, "-m", "router.gateway", "--config", str(self._config_file),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,  # Ctrl-C at the terminal is the supervisor's to handle: the gateway drains when told
-                preexec_fn=functools.partial(_die_with, os.getpid()),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )  # fmt: skip
 
     async def is_ready(self) -> bool:
         """Whether it answers /ready with 200: it can serve a request now."""
         try:
-            return await asyncio.wait_for(self._get_status("/ready"), READY_TIMEOUT_S) == 200
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                return await self._get_status("/ready") == 200
         except (OSError, ValueError, TimeoutError):
             return False
 
@@ -97,10 +96,3 @@ class GatewayProcess:
             return 0
         finally:
             writer.close()
-
-
-def _die_with(parent_pid: int) -> None:
-    """Runs in the child before exec: if the supervisor is killed, the kernel kills the gateway."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(1)

@@ -7,15 +7,11 @@ Ray's processes are children of the thread that calls `start_ray` and end with i
 thread must live as long as the run.
 """
 
-import ctypes
 import logging
 import os
 import secrets
 from pathlib import Path
 
-import psutil
-
-PR_SET_CHILD_SUBREAPER = 36
 NAMESPACE = "glm-cluster"
 MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray refuses less than about 75 MiB. Nothing is ever put there: no Ray object is on the path of a request."""
@@ -58,27 +54,3 @@ def stop_ray() -> None:
 
     if ray.is_initialized():
         ray.shutdown()
-
-
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that `end_descendants` misses nobody."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_descendants(grace_s: float) -> list[int]:
-    """Terminate, then kill every process below this one. Returns the pids that had to be killed; blocks for up to twice `grace_s`."""
-    alive = psutil.Process().children(recursive=True)
-    for process in alive:
-        _signal(process, kill=False)
-    _, stubborn = psutil.wait_procs(alive, timeout=grace_s)
-    for process in stubborn:
-        _signal(process, kill=True)
-    psutil.wait_procs(stubborn, timeout=grace_s)
-    return [process.pid for process in stubborn]
-
-
-def _signal(process: psutil.Process, *, kill: bool) -> None:
-    try:
-        process.kill() if kill else process.terminate()
-    except psutil.NoSuchProcess:
-        return

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cluster import ray_session, run_state
+from cluster import process_tree, ray_session, run_state
 from cluster.config import ServeConfig
 from cluster.directory_host import DirectoryHost
 from cluster.fleet import StartFailed, WorkerFleet
@@ -61,14 +61,17 @@ class Supervisor:
 
     async def run(self) -> int:
         """Serve until a signal comes or the start fails. Returns the process's exit code; nothing is left running either way."""
-        loop = asyncio.get_running_loop()
-        ray_session.adopt_orphans()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, self._take_signal, number)
+        process_tree.adopt_orphans()
+        self._handle_signals()
         try:
             return await self._serve()
         finally:
             await self._shut_down()
+
+    def _handle_signals(self) -> None:
+        """Called again once Ray has started, since it puts handlers of its own in the place of ours."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._take_signal, number)
 
     def _take_signal(self, number: signal.Signals) -> None:
         """The first signal stops in order, the second one hurries."""
@@ -78,7 +81,6 @@ class Supervisor:
             return
         logger.info("stop requested signal=%s", number.name)
         self._stop.set()
-        self._fleet.changed.set()
 
     async def _serve(self) -> int:
         """Start and watch; the tasks end when a stop is requested or one of them fails."""
@@ -137,6 +139,7 @@ class Supervisor:
         counts = f"{cluster.num_prefill_workers} prefill and {cluster.num_decode_workers} decode"
         self._progress.event(f"starting the gateway, a local Ray and {counts} workers; logs in {self._log_dir}")
         await self._call_ray(ray_session.start_ray, self._run_dir, count_cpus(self._plans), cluster.object_store_bytes)
+        self._handle_signals()
         self._progress.event("Ray runs; starting workers")
         await self._fleet.place()
         announcing = asyncio.ensure_future(self._announce_when_ready())
@@ -145,7 +148,8 @@ class Supervisor:
                 self._fleet.changed.clear()
                 await self._fleet.tick()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._fleet.changed.wait(), cluster.tick_s)
+                    async with asyncio.timeout(cluster.tick_s):
+                        await self._fleet.changed.wait()
         finally:
             await _cancel(announcing)
 
@@ -200,7 +204,7 @@ class Supervisor:
         await self._call_ray(ray_session.stop_ray)
         await self._directory.close()
         loop = asyncio.get_running_loop()
-        stubborn = await loop.run_in_executor(None, ray_session.end_descendants, LEFTOVER_GRACE_S)
+        stubborn = await loop.run_in_executor(None, process_tree.end_descendants, LEFTOVER_GRACE_S)
         if stubborn:
             logger.warning("processes killed at the end pids=%s", stubborn)
         run_state.close_run_dir(self._run_dir)
