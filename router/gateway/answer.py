@@ -16,11 +16,12 @@ from router.gateway.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text. finish_reason is set in the last one."""
+    """New text and the tokens it was made from, hidden ones included. finish_reason is set in the last one."""
 
     reasoning: str
     content: str
     finish_reason: str | None
+    tokens: tuple[int, ...] = ()
 
 
 class _Channel:
@@ -74,17 +75,17 @@ class Answer:
         # With stop strings one token at a time, so that counts do not depend on how tokens arrive.
         pieces = [(token,) for token in shown] if self._has_stops else [shown]
         reasoning, content = [], []
-        for piece in pieces:
+        for position, piece in enumerate(pieces, start=1):
             thought, said = self._feed_piece(piece)
             reasoning.append(thought)
             content.append(said)
             if self._thinking.is_stopped or self._content.is_stopped:
                 self.finish_reason = FinishReason.STOP.value
-                return TextDelta("".join(reasoning), "".join(content), self.finish_reason)
+                return TextDelta("".join(reasoning), "".join(content), self.finish_reason, tuple(shown[:position]))
         self.num_tokens += len(tokens) - len(shown)
         if finish is not None:
             self._finish(finish, reasoning, content)
-        return TextDelta("".join(reasoning), "".join(content), self.finish_reason)
+        return TextDelta("".join(reasoning), "".join(content), self.finish_reason, tuple(tokens))
 
     def _feed_piece(self, tokens: Sequence[int]) -> tuple[str, str]:
         thinking, answer, has_ended = self._splitter.split(tokens)

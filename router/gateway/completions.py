@@ -70,12 +70,14 @@ class CompletionWriter(AnswerWriter):
         self._id = response_id
         self._created_s = now_unix_s()
         self._model = parts.model.name
+        self._has_token_ids = bool(request.return_token_ids)
         self._wants_tokens = request.max_tokens != 0
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._chunks = sse.CompletionChunks(response_id, self._created_s, self._model, has_usage=self._has_usage)
         self._echoes = echoes
         self._texts: list[list[str]] = [[echo] for echo in echoes]
+        self._tokens: list[list[int]] = [[] for _ in echoes]
 
     def _usage(self) -> dict[str, Any]:
         num_prompt, num_output, num_cached, _ = self.generation.count_usage()
@@ -91,10 +93,11 @@ class CompletionWriter(AnswerWriter):
 
     def chunk(self, index: int, delta: TextDelta) -> bytes:
         """See AnswerWriter."""
-        if not delta.content and delta.finish_reason is None:
+        token_ids = delta.tokens if self._has_token_ids else None
+        if not delta.content and not token_ids and delta.finish_reason is None:
             return b""
         usage = self._usage() if self._has_running_usage else None
-        return self._chunks.text(index, delta.content, delta.finish_reason, usage)
+        return self._chunks.text(index, delta.content, delta.finish_reason, usage, token_ids)
 
     def usage(self) -> bytes:
         """See AnswerWriter."""
@@ -103,6 +106,7 @@ class CompletionWriter(AnswerWriter):
     def collect(self, index: int, delta: TextDelta) -> None:
         """See AnswerWriter."""
         self._texts[index].append(delta.content)
+        self._tokens[index] += delta.tokens
 
     def body(self) -> bytes:
         """See AnswerWriter."""
@@ -110,4 +114,5 @@ class CompletionWriter(AnswerWriter):
             ("".join(texts), choice.answer.finish_reason if self._wants_tokens else "length")
             for texts, choice in zip(self._texts, self.generation.choices, strict=True)
         ]
-        return sse.completion_body(self._id, self._created_s, self._model, choices, self._usage())
+        token_ids = self._tokens if self._has_token_ids else None
+        return sse.completion_body(self._id, self._created_s, self._model, choices, self._usage(), token_ids)

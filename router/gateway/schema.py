@@ -94,6 +94,8 @@ class CompletionRequest(GenerationFields):
     prompt: Any
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
+    """As vLLM's: the choice carries the output's token ids beside its text."""
 
 
 _ANY = object()

@@ -88,10 +88,18 @@ class CompletionChunks(_Chunks):
     def __init__(self, response_id: str, created_s: int, model: str, *, has_usage: bool) -> None:
         super().__init__("text_completion", response_id, created_s, model, has_usage=has_usage)
 
-    def text(self, index: int, text: str, finish_reason: str | None, usage: dict[str, Any] | None) -> bytes:
-        """More of one choice."""
+    def text(
+        self,
+        index: int,
+        text: str,
+        finish_reason: str | None,
+        usage: dict[str, Any] | None,
+        token_ids: Sequence[int] | None = None,
+    ) -> bytes:
+        """More of one choice; token_ids where the client asked for them."""
         reason = b"null" if finish_reason is None else _json(finish_reason)
-        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}' % (index, _json(text), reason)
+        ids = b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
+        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b%b}' % (index, _json(text), reason, ids)
         return self._head + choice + self._close(usage)
 
 
@@ -106,10 +114,19 @@ def chat_body(
 
 
 def completion_body(
-    response_id: str, created_s: int, model: str, choices: Sequence[tuple[str, str | None]], usage: dict[str, Any]
-) -> bytes:  # fmt: skip
-    """A whole completion; choices are (text, finish reason) by prompt number."""
-    items = [{"index": index, "text": text, "logprobs": None, "finish_reason": reason} for index, (text, reason) in enumerate(choices)]
+    response_id: str,
+    created_s: int,
+    model: str,
+    choices: Sequence[tuple[str, str | None]],
+    usage: dict[str, Any],
+    token_ids: Sequence[Sequence[int]] | None = None,
+) -> bytes:
+    """A whole completion; choices are (text, finish reason) by prompt number, token_ids as well where they were asked for."""
+    items: list[dict[str, Any]] = [
+        {"index": index, "text": text, "logprobs": None, "finish_reason": reason} for index, (text, reason) in enumerate(choices)
+    ]
+    for item, ids in zip(items, token_ids or (), strict=False):
+        item["token_ids"] = ids
     return _json(
         {"id": response_id, "object": "text_completion", "created": created_s, "model": model, "choices": items, "usage": usage}
     )  # fmt: skip
