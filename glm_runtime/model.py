@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.nn import functional
 
 from glm_runtime.attention import Attention
 from glm_runtime.config import GlmConfig
@@ -25,12 +26,23 @@ from glm_runtime.weights import LayerWeights, ModelWeights, MoeWeights
 class ForcedChoices:
     """Discrete choices to take instead of the model's own, for comparison with an oracle whose rounding falls the other way.
 
-    lists: by indexing layer, [T, index_topk] int64 ascending tokens. experts: by MoE layer, [T, experts per token] int64. In both,
-    -1 in a row's first column leaves that row to the model.
+    lists: by indexing layer, [T, index_topk] int64 ascending tokens; deterministic mode only. experts: by MoE layer, [T, experts
+    per token] int64. In both, -1 in a row's first column leaves that row to the model.
     """
 
     lists: Mapping[int, Tensor] = field(default_factory=dict)
     experts: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def padded(self, num_rows: int) -> "ForcedChoices":
+        """The same with free rows added up to `num_rows`, as the step's padding."""
+        return ForcedChoices(
+            lists={layer: _pad_rows(rows, num_rows) for layer, rows in self.lists.items()},
+            experts={layer: _pad_rows(rows, num_rows) for layer, rows in self.experts.items()},
+        )
+
+
+def _pad_rows(rows: Tensor, num_rows: int) -> Tensor:
+    return functional.pad(rows, (0, 0, 0, num_rows - rows.shape[0]), value=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

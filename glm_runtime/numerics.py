@@ -22,14 +22,14 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Numerics:
     """dtype: of weights and activations; scores, softmax, norms and router are fp32 always.
 
-    scratch_bytes: what one kernel may use for intermediate values. Larger tiles are slower here: beyond the caches each new page
-    costs more than the arithmetic (measured: 64 rows of 64 keys, 9 MB, is the knee).
+    scratch_bytes: what one kernel may use for gathered rows. More is slower: beyond the caches each new page costs more than the
+    arithmetic.
     """
 
     mode: NumericsMode
     dtype: torch.dtype
     gemm: Gemm
-    scratch_bytes: int = 8 << 20
+    scratch_bytes: int = 2 << 20
 
     @property
     def is_deterministic(self) -> bool:

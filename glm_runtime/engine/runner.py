@@ -38,7 +38,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan, forced: ForcedChoices | None = None) -> Tensor:
         """Compute the plan's rows and store their keys. Returns [rows, hidden], after the final norm, in the plan's order.
 
-        The plan must not be empty. `forced` is for comparisons with an oracle.
+        The plan must not be empty. `forced` has one row per row of the plan and is for comparisons with an oracle.
         """
         batch = build_batch(
             plan,
@@ -47,7 +47,8 @@ class ModelRunner:
             num_blocks=self.cache.num_blocks,
             row_tile=self.model.numerics.gemm.row_tile,
         )
-        return self.model.forward(batch, self.cache, forced)[: batch.num_rows]
+        padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
+        return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> dict[SequenceId, int]:
         rows, asking = [], []

@@ -16,10 +16,12 @@ def sparse_mla(
     list_width = addresses.shape[1]
     attended = torch.empty(num_rows, num_heads, latent_dim)
     lse = torch.empty(num_rows, num_heads)
-    step = max(1, scratch_bytes // max(1, list_width * width * 4))
+    step = min(num_rows, max(1, scratch_bytes // max(1, list_width * width * 4)))
+    # Two buffers for all pieces: fresh pages for each would cost more than the arithmetic.
+    stored, wide = rows.new_empty(step * list_width, width), torch.empty(step * list_width, width)
     for start in range(0, num_rows, step):
         piece = slice(start, start + step)
-        keys, is_padding = _gather(rows, addresses[piece])
+        keys, is_padding = _gather(rows, addresses[piece], stored, wide)
         logits = torch.bmm(queries[piece].float(), keys.transpose(1, 2)).mul_(scale)  # [t, H, W]
         if is_padding is not None:
             logits.masked_fill_(is_padding[:, None, :], float("-inf"))
@@ -32,10 +34,15 @@ def sparse_mla(
     return attended, lse
 
 
-def _gather(rows: Tensor, addresses: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The listed rows in fp32 [t, W, D], zeros for padding (0 x NaN would be NaN), and where padding is, if anywhere."""
+def _gather(rows: Tensor, addresses: Tensor, stored: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The listed rows in fp32 [t, W, D], zeros for padding (0 x NaN would be NaN), and where padding is, if anywhere.
+
+    stored, wide: [>= t * W, D] buffers of the cache's dtype and of fp32; the result is a view of `wide`.
+    """
+    count = addresses.numel()
     is_padding = addresses < 0
-    keys = rows.index_select(0, addresses.clamp_min(0).view(-1)).float()
+    torch.index_select(rows, 0, addresses.clamp_min(0).view(-1), out=stored[:count])
+    keys = wide[:count].copy_(stored[:count])
     if not is_padding.any():
         return keys.view(*addresses.shape, -1), None
     keys[is_padding.view(-1)] = 0.0

@@ -1,0 +1,75 @@
+"""Deterministic mode: a row's bits depend on its own sequence alone. Everything here is equality without a margin."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from glm_runtime.engine.offline import generate
+from glm_runtime.runtime import GlmRuntime
+from glm_runtime.runtime_config import RuntimeConfig
+from kv_transfer.messages import SamplingParameters
+from tests.conformance.glm_schedules import ScheduledRuntime, chunked, decoded, mixed
+from tests.glm_checkpoints import TINY
+
+LENGTH = 700
+"""Past one tile of 512 index keys and far past index_topk."""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> GlmRuntime:
+    return GlmRuntime.load(RuntimeConfig(checkpoint=TINY, num_threads=1))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = [LENGTH, *torch.randint(1, 200, (15,), generator=generator).tolist()]
+    return [torch.randint(0, 2500, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def alone(runtime: GlmRuntime, prompts: list[list[int]]) -> Tensor:
+    return ScheduledRuntime(runtime).logits(prompts[:1], chunked(LENGTH, LENGTH))[0]
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    rows = (actual != expected).any(-1).nonzero().flatten().tolist()
+    assert not rows, f"{len(rows)} of {len(expected)} rows differ, the first is {rows[0]}"
+
+
+@pytest.mark.parametrize("chunk", [10, 64, 65, 513])
+def test_chunking_does_not_change_a_bit(runtime: GlmRuntime, prompts: list[list[int]], alone: Tensor, chunk: int) -> None:
+    assert_same_bits(ScheduledRuntime(runtime).logits(prompts[:1], chunked(LENGTH, chunk))[0], alone)
+
+
+def test_decode_rows_equal_prefill_rows(runtime: GlmRuntime, prompts: list[list[int]], alone: Tensor) -> None:
+    assert_same_bits(ScheduledRuntime(runtime).logits(prompts[:1], decoded(LENGTH, LENGTH - 60))[0], alone)
+
+
+def test_other_blocks_do_not_change_a_bit(runtime: GlmRuntime, prompts: list[list[int]], alone: Tensor) -> None:
+    paged = ScheduledRuntime(runtime, seed=99, spare_blocks=40)
+    assert_same_bits(paged.logits(prompts[:1], chunked(LENGTH, LENGTH))[0], alone)
+
+
+def test_a_batch_of_16_does_not_change_a_bit(runtime: GlmRuntime, prompts: list[list[int]], alone: Tensor) -> None:
+    lengths = [len(prompt) for prompt in prompts]
+    batched = ScheduledRuntime(runtime, seed=3)
+    for chunks in (lengths, [90] * 16, [37, *[1] * 7, *[5] * 8]):
+        results = batched.logits(prompts, mixed(lengths, chunks))
+        assert_same_bits(results[0], alone)
+    for number in (1, 7, 15):
+        single = batched.logits([prompts[number]], chunked(lengths[number], lengths[number]))[0]
+        assert_same_bits(results[number], single)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParameters(max_tokens=12, seed=1, temperature=0.0), SamplingParameters(max_tokens=12, seed=1, top_p=0.9)]
+)
+def test_generated_tokens_do_not_depend_on_batch_or_chunks(
+    runtime: GlmRuntime, prompts: list[list[int]], sampling: SamplingParameters
+) -> None:
+    few = [prompt[:150] for prompt in prompts[:4]]
+    single = [generate(runtime, [prompt], sampling)[0] for prompt in few]
+    assert generate(runtime, few, sampling) == single
+    assert generate(runtime, few, sampling, chunk_tokens=33) == single
+    assert generate(runtime, few, sampling, max_batch_sequences=2) == single

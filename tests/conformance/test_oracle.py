@@ -1,0 +1,232 @@
+"""The runtime's logits against transformers in fp32: every schedule, both checkpoints, and three planted faults."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from glm_runtime.indexer import KEY_NORM_EPS, Indexer
+from glm_runtime.moe import MixtureOfExperts
+from glm_runtime.norm import layer_norm
+from glm_runtime.paged_cache import CacheRegion
+from glm_runtime.runtime import GlmRuntime
+from glm_runtime.runtime_config import NumericsChoice, RuntimeConfig
+from glm_runtime.step_batch import StepBatch
+from tests.conformance.glm_oracle import Oracle, OracleRun
+from tests.conformance.glm_schedules import ScheduledRuntime, Step, chunked, decoded, mixed
+from tests.conformance.tolerances import LOGITS_OF_LARGEST
+from tests.glm_checkpoints import GROUPED_FIELDS, SMALL_FIELDS, TINY, write_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A checkpoint with the oracle's answers for some prompts on it, and our runtime loaded from the same files."""
+
+    runtime: GlmRuntime
+    oracle: Oracle
+    prompts: tuple[tuple[int, ...], ...]
+    runs: tuple[OracleRun, ...]
+
+    def with_runtime(self, runtime: GlmRuntime) -> "Subject":
+        return dataclasses.replace(self, runtime=runtime)
+
+    def assert_equal(self, prompts: Sequence[int], steps: Sequence[Step], *, seed: int = 0) -> None:
+        """Run the numbered prompts by the schedule. If a row is off, run once more with the oracle's close choices taken over."""
+        tokens, runs = [self.prompts[number] for number in prompts], [self.runs[number] for number in prompts]
+        scheduled = ScheduledRuntime(self.runtime, seed=seed)
+        worst = _worst_row(scheduled.logits(tokens, steps), runs)
+        if worst[0] > LOGITS_OF_LARGEST and any(run.num_close_rows for run in runs):
+            worst = _worst_row(scheduled.logits(tokens, steps, forced=runs), runs)
+        assert worst[0] <= LOGITS_OF_LARGEST, f"row {worst[2]} of prompt {prompts[worst[1]]} is {worst[0]:.1e} of its largest logit off"
+
+
+def _worst_row(logits: Sequence[Tensor], runs: Sequence[OracleRun]) -> tuple[float, int, int]:
+    """(largest difference over the row's largest |logit|, which prompt, which row)."""
+    worst = (0.0, 0, 0)
+    for number, (ours, run) in enumerate(zip(logits, runs, strict=True)):
+        off = (ours - run.logits).abs().amax(-1) / run.logits.abs().amax(-1)
+        off = torch.where(off.isnan(), torch.inf, off)
+        worst = max(worst, (float(off.max()), number, int(off.argmax())))
+    return worst
+
+
+def load_fp32(directory: Path, numerics: NumericsChoice = "deterministic") -> GlmRuntime:
+    return GlmRuntime.load(RuntimeConfig(checkpoint=directory, cache_format="fp32", numerics=numerics, num_threads=1))
+
+
+def make_subject(directory: Path, prompts: Sequence[Sequence[int]], *, has_exact_angles: bool = False) -> Subject:
+    oracle = Oracle(directory, has_exact_angles=has_exact_angles)
+    runs = tuple(oracle.run(prompt) for prompt in prompts)
+    return Subject(runtime=load_fp32(directory), oracle=oracle, prompts=tuple(tuple(prompt) for prompt in prompts), runs=runs)
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def heldout_prompts() -> list[list[int]]:
+    """Texts that the shipped checkpoint was not trained on, prompt and completion, shortest first."""
+    tokenizer = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    entries = [json.loads(line) for line in (TINY / "heldout.jsonl").read_text().splitlines()]
+    texts = [tokenizer.encode(entry["prompt"] + entry["completion"], add_special_tokens=False).ids for entry in entries]
+    return sorted(texts, key=len)
+
+
+LENGTHS = (150, 1, 17, 23, 24, 25, 64, 65, 130)
+"""For the random checkpoints, whose index_topk is 24; prompt 0 is the long one."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    directory = write_checkpoint(tmp_path_factory.mktemp("small"), SMALL_FIELDS)
+    return make_subject(directory, random_prompts(LENGTHS, SMALL_FIELDS["vocab_size"], seed=1))
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    directory = write_checkpoint(tmp_path_factory.mktemp("grouped"), GROUPED_FIELDS, seed=7)
+    return make_subject(directory, random_prompts(LENGTHS, GROUPED_FIELDS["vocab_size"], seed=2))
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Subject:
+    topk = 64
+    texts = [text for text in heldout_prompts() if 200 <= len(text) <= 300]
+    cut = [texts[1][: topk - 1], texts[2][:topk], texts[3][: topk + 1], texts[4][:9], texts[5][:130]]
+    return make_subject(TINY, [texts[0], *cut])
+
+
+@pytest.fixture(params=["small", "grouped", "tiny"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    chosen: Subject = request.getfixturevalue(request.param)
+    return chosen
+
+
+def test_the_long_prompt_binds_the_topk_and_few_choices_are_close(subject: Subject) -> None:
+    assert len(subject.prompts[0]) > 2 * subject.runtime.config.index_topk
+    assert subject.runs[0].num_close_rows < len(subject.prompts[0]) / 10
+
+
+def test_whole_prompts(subject: Subject) -> None:
+    for number, prompt in enumerate(subject.prompts):
+        subject.assert_equal([number], chunked(len(prompt), len(prompt)))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, 128])
+def test_prompts_in_chunks(subject: Subject, chunk: int) -> None:
+    subject.assert_equal([0], chunked(len(subject.prompts[0]), chunk), seed=chunk)
+
+
+def test_decode_step_by_step(subject: Subject) -> None:
+    length, topk = len(subject.prompts[0]), subject.runtime.config.index_topk
+    subject.assert_equal([0], decoded(length, length - 40), seed=1)
+    across = decoded(2 * topk + 5, topk - 2)
+    subject.assert_equal([0], [*across, [(0, length - 2 * topk - 5)]], seed=2)
+
+
+def test_contexts_around_index_topk_decoded_into_place(subject: Subject) -> None:
+    topk = subject.runtime.config.index_topk
+    for number, prompt in enumerate(subject.prompts):
+        if topk - 1 <= len(prompt) <= topk + 1:
+            subject.assert_equal([number], decoded(len(prompt), len(prompt) - 3))
+
+
+def test_batches_of_unequal_lengths(subject: Subject) -> None:
+    numbers = range(len(subject.prompts))
+    lengths = [len(prompt) for prompt in subject.prompts]
+    chunks = [(1, 40, 7, 1, 16, 64, 3, 65, 10)[number] for number in numbers]
+    subject.assert_equal(list(numbers), mixed(lengths, lengths), seed=3)
+    subject.assert_equal(list(numbers), mixed(lengths, chunks), seed=4)
+
+
+def test_long_contexts_of_the_shipped_checkpoint() -> None:
+    longest = heldout_prompts()[-1]
+    subject = make_subject(TINY, [longest], has_exact_angles=True)
+    assert len(longest) > 1024
+    subject.assert_equal([0], chunked(len(longest), 512))
+
+
+def test_fast_mode_on_an_fp32_checkpoint_including_the_expanded_form(small: Subject) -> None:
+    fast = small.with_runtime(load_fp32(small.runtime.runtime_config.checkpoint, "fast"))
+    long = len(small.prompts[0])
+    fast.assert_equal([0], chunked(long, 65))
+    fast.assert_equal([0], decoded(long, long - 20))
+    for number in (3, 4, 5):
+        fast.assert_equal([number], chunked(len(small.prompts[number]), 11))
+    lengths = [len(prompt) for prompt in small.prompts]
+    fast.assert_equal(list(range(len(lengths))), mixed(lengths, [9] * len(lengths)))
+
+
+class HalfSplitIndexer(Indexer):
+    """The fault: DeepSeek-V3.2's pairing (i, i + R / 2) instead of GLM's (2i, 2i + 1)."""
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rope_dim = self.config.qk_rope_head_dim
+        first, second = x[..., : rope_dim // 2], x[..., rope_dim // 2 : rope_dim]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rope_dim:]), dim=-1)
+
+    def store_keys(self, raw_keys: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, region: CacheRegion) -> None:
+        keys = self.rotate(layer_norm(raw_keys, self.weights.k_norm_weight, self.weights.k_norm_bias, KEY_NORM_EPS), cos, sin)
+        region.store(batch.slots[: batch.num_rows], keys[: batch.num_rows])
+
+
+class LinearIndexer(Indexer):
+    """The fault: the ReLU between dot product and head weight is missing."""
+
+    def score(self, queries: Tensor, weights: Tensor, region: CacheRegion, block_tables: Tensor, positions: Tensor) -> Tensor:
+        keys = region.blocks[block_tables].flatten(1, 2).float().nan_to_num()
+        scores = torch.einsum("rth,rthd,rsd->rts", weights, queries, keys)
+        return scores.masked_fill(torch.arange(keys.shape[1]) > positions[..., None], float("-inf"))
+
+
+def with_indexer(runtime: GlmRuntime, faulty: type[Indexer]) -> GlmRuntime:
+    """The same runtime with every indexer replaced by a faulty one."""
+    layers = []
+    for layer in runtime.model.layers:
+        indexer = layer.attention.indexer
+        if indexer is not None:
+            replaced = faulty(config=indexer.config, weights=indexer.weights, numerics=indexer.numerics)
+            layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, indexer=replaced))
+        layers.append(layer)
+    return dataclasses.replace(runtime, model=dataclasses.replace(runtime.model, layers=tuple(layers)))
+
+
+def without_gate_bias(runtime: GlmRuntime) -> GlmRuntime:
+    """The same runtime with a zero routing bias in every MoE layer."""
+    layers = []
+    for layer in runtime.model.layers:
+        if isinstance(layer.mlp, MixtureOfExperts):
+            weights = dataclasses.replace(layer.mlp.weights, bias=torch.zeros_like(layer.mlp.weights.bias))
+            layer = dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, weights=weights))
+        layers.append(layer)
+    return dataclasses.replace(runtime, model=dataclasses.replace(runtime.model, layers=tuple(layers)))
+
+
+def test_half_split_indexer_rope_turns_the_comparison_red(subject: Subject) -> None:
+    faulty = subject.with_runtime(with_indexer(subject.runtime, HalfSplitIndexer))
+    with pytest.raises(AssertionError, match="of its largest logit off"):
+        faulty.assert_equal([0], chunked(len(subject.prompts[0]), 64))
+
+
+def test_a_dropped_relu_turns_the_comparison_red(subject: Subject) -> None:
+    faulty = subject.with_runtime(with_indexer(subject.runtime, LinearIndexer))
+    with pytest.raises(AssertionError, match="of its largest logit off"):
+        faulty.assert_equal([0], chunked(len(subject.prompts[0]), 64))
+
+
+def test_a_dropped_gate_bias_turns_the_comparison_red(subject: Subject) -> None:
+    faulty = subject.with_runtime(without_gate_bias(subject.runtime))
+    with pytest.raises(AssertionError, match="of its largest logit off"):
+        faulty.assert_equal([0], chunked(len(subject.prompts[0]), 64))
+
+
+def test_an_indexer_rebuilt_without_a_fault_stays_green(small: Subject) -> None:
+    same = small.with_runtime(with_indexer(small.runtime, Indexer))
+    same.assert_equal([0], chunked(len(small.prompts[0]), 64))

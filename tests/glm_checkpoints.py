@@ -1,0 +1,148 @@
+"""Small random checkpoints on disk, with every tensor that the architecture has: what loader, model and oracle tests read."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from glm_runtime.config import GlmConfig
+from glm_runtime.config_fields import FP8_BLOCK
+from glm_runtime.tensor_table import SCALE_SUFFIX, TensorSpec, scale_shape, tensor_table
+
+TINY = Path(__file__).parent.parent / "glm_runtime" / "tiny"
+
+SMALL_FIELDS: Mapping[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 193,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 40,
+    "head_dim": 192,
+    "v_head_dim": 20,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 24,
+    "indexer_types": ["full", "full", "full", "shared", "shared", "shared", "full"],
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 4,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "num_nextn_predict_layers": 1,
+    "eos_token_id": [3, 5, 7],
+    "pad_token_id": 0,
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+"""GLM's shape in small: dense and MoE layers, full and shared indexers, an MTP layer, widths that share no factor by chance."""
+
+GROUPED_FIELDS: Mapping[str, Any] = {
+    **SMALL_FIELDS,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "indexer_types": ["full", "shared", "full", "full", "shared"],
+    "index_topk_freq": 1,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 4,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 32,
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "num_nextn_predict_layers": 0,
+}
+"""Expert groups, another sharing pattern, three heads, two shared experts."""
+GROUPED_FIELDS = {name: value for name, value in GROUPED_FIELDS.items() if name not in ("index_topk_freq", "index_skip_topk_offset")}
+
+
+def write_checkpoint(
+    directory: Path, fields: Mapping[str, Any] = SMALL_FIELDS, *, seed: int = 0, change: Callable[[dict[str, Tensor]], None] | None = None
+) -> Path:
+    """A random checkpoint in one safetensors file. `change` may edit the tensors before they are written."""
+    write_config(directory, fields)
+    tensors = random_tensors(GlmConfig.from_checkpoint(directory), seed)
+    if change is not None:
+        change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_config(directory: Path, fields: Mapping[str, Any]) -> Path:
+    """config.json and a tokenizer.json that nothing reads but its digest."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "tokenizer.json").write_text("{}")
+    return directory / "config.json"
+
+
+def random_tensors(config: GlmConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint, in the config's dtype, scaled so that activations and scores stay of order one."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    return {name: _random_tensor(name, spec, generator, dtype) for name, spec in tensor_table(config).items()}
+
+
+def _random_tensor(name: str, spec: TensorSpec, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    noise = torch.randn(spec.shape, generator=generator)
+    if spec.must_be_fp32:
+        return 0.2 * noise  # the routing bias: large enough that dropping it changes the choice
+    if len(spec.shape) == 1:
+        return ((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise).to(dtype)
+    if "embed_tokens" in name:
+        return noise.to(dtype)
+    return (noise * spec.shape[1] ** -0.5).to(dtype)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 bytes and one fp32 scale per 128 x 128 block, the last blocks partial."""
+    rows, columns = weight.shape
+    scales = torch.empty(scale_shape((rows, columns)))
+    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = (slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK), slice(j * FP8_BLOCK, (j + 1) * FP8_BLOCK))
+            scales[i, j] = weight[block].abs().max() / 448
+            quantised[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+    return quantised, scales
+
+
+def quantise_tensors(config: GlmConfig, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A block-FP8 checkpoint of the same weights, and its twin whose matrices hold exactly what the FP8 ones stand for.
+
+    weights_proj stays as it is, like the real checkpoints' (whose list of unquantised modules misspells it).
+    """
+    packed, twin = dict(tensors), dict(tensors)
+    for name, spec in tensor_table(config).items():
+        if spec.is_quantisable and "weights_proj" not in name:
+            quantised, scales = quantise(tensors[name].float())
+            packed[name], packed[name.removesuffix(".weight") + SCALE_SUFFIX] = quantised, scales
+            blocks = scales.repeat_interleave(FP8_BLOCK, 0)[: spec.shape[0]].repeat_interleave(FP8_BLOCK, 1)[:, : spec.shape[1]]
+            twin[name] = quantised.float() * blocks
+    return packed, twin
