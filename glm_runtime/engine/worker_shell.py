@@ -104,8 +104,10 @@ class WorkerShell:
     # -- the life of the worker ----------------------------------------------------------------------------------------
 
     async def _main(self, on_serving: OnServing | None) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._receive_stray)
         with self._lock:
-            self._loop = asyncio.get_running_loop()
+            self._loop = loop
             if self._is_stop_requested:
                 return
         self._endpoint = self._make_endpoint()
@@ -286,6 +288,13 @@ class WorkerShell:
             function(self._role)
         except Exception as error:
             logger.exception("a callback failed worker_id=%s", self.me.party_id)
+            self.fault(error)
+
+    def _receive_stray(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a callback that nobody waits for. The network's are its own business; any other is a bug, as in `_guard`."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, OSError):
             self.fault(error)
 
     def _make_entry(self) -> WorkerEntry:

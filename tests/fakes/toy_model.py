@@ -91,8 +91,6 @@ def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarn
         weights_version="toy",
         memory=memory,
         pool=BlockPool(num_blocks, BLOCK_SIZE_TOKENS),
-        request_limits=RequestLimits(
-            vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS
-        ),
+        request_limits=RequestLimits(vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS),
         max_step_tokens=max_step_tokens,
     )

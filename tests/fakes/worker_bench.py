@@ -137,7 +137,9 @@ class BenchWorker:
 
 
 class PrefillBench(BenchWorker):
-    def __init__(self, number: int, wire: Wire, fabric: LoopbackFabric, *, num_blocks: int, max_step_tokens: int, config: PrefillConfig) -> None:
+    def __init__(
+        self, number: int, wire: Wire, fabric: LoopbackFabric, *, num_blocks: int, max_step_tokens: int, config: PrefillConfig
+    ) -> None:
         super().__init__()
         self.me = Party(PartyKind.PREFILL, f"prefill-{number}", Incarnation(1000 + number))
         self.model = make_toy_model(num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation)

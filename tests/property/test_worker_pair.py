@@ -24,9 +24,8 @@ def requests(draw: st.DrawFn) -> list[BenchRequest]:
     for number in range(draw(st.integers(1, 8))):
         shared = PREFIX[: draw(st.sampled_from([0, 8, 15, 16, 24, 32]))]
         own = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(draw(st.integers(1, 12)))]
-        sampling = SamplingParameters(
-            max_tokens=draw(st.integers(1, 40)), seed=draw(st.integers(0, 9)), stop_token_ids=tuple(draw(st.sets(st.integers(0, 49), max_size=1)))
-        )
+        stop = tuple(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1)))
+        sampling = SamplingParameters(max_tokens=draw(st.integers(1, 40)), seed=draw(st.integers(0, 9)), stop_token_ids=stop)
         drawn.append(BenchRequest(RequestId(f"r{number}"), shared + own, sampling, is_local=draw(st.booleans())))
     return drawn
 

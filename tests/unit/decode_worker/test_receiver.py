@@ -27,6 +27,10 @@ def said_to_router(world: World, kind: type) -> list[object]:
     return [message for _, to, message in world.wire.sent if to == world.router.me.peer_id and isinstance(message, kind)]
 
 
+def spoil(message: Complete) -> Complete:
+    return msgspec.structs.replace(message, record=msgspec.structs.replace(message.record, token=49))
+
+
 def test_a_full_worker_says_busy() -> None:
     world = World(decode_config=DecodeConfig(max_running=1, max_chunk_tokens=16, busy_retry_after_s=0.7))
     open_all(world, request("a", 5, 5, is_local=True), request("b", 5, 5, is_local=True))
@@ -94,7 +98,7 @@ def test_an_unusable_record_costs_one_row_and_no_token() -> None:
     open_all(world, asked)
     world.prefills[0].turn(world.now_s)
     queue = world.wire.queues[world.prefills[0].me.peer_id, world.decodes[0].me.peer_id]
-    spoilt = [msgspec.structs.replace(m, record=msgspec.structs.replace(m.record, token=49)) if isinstance(m, Complete) else m for m in queue]
+    spoilt = [spoil(message) if isinstance(message, Complete) else message for message in queue]
     assert any(isinstance(message, Complete) for message in spoilt)
     queue.clear()
     queue.extend(spoilt)
