@@ -22,7 +22,7 @@ from glm_runtime.engine.worker_role import Outside
 from kv_transfer.errors import TransferError
 from kv_transfer.identity import PeerId
 from kv_transfer.link import Party
-from kv_transfer.messages import Ask, Message, OpenSink, PairHello, PairRefused, PairState, WorkerLoad, WorkerTable
+from kv_transfer.messages import Ask, Message, OpenSink, PairHello, PairRefused, PairState, Stale, WorkerLoad, WorkerTable
 from kv_transfer.pairing import PairTerms
 from kv_transfer.session import SinkSession
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
@@ -57,6 +57,7 @@ class DecodeRole:
             request_limits=model.request_limits,
             config=config,
         )
+        self._num_stale = 0
         self._engine = DecodeEngine(model, self._sequences, holders, self._receiver, outbox, config)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
@@ -89,6 +90,7 @@ class DecodeRole:
             case PairHello() | PairRefused():
                 self._pairs.receive(party, message)
             case _:
+                self._num_stale += isinstance(message, Stale)
                 self._receiver.receive(party.peer_id, message, now_s)
 
     def peer_up(self, party: Party) -> None:
@@ -171,4 +173,5 @@ class DecodeRole:
             prefix_hit_tokens=self._receiver.num_hit_tokens,
             prefix_query_tokens=self._receiver.num_query_tokens,
             preemptions=self._engine.num_preemptions,
+            stale_validations=self._num_stale,
         )

@@ -5,8 +5,6 @@ Knows: how a decode worker's role is put into the shell that both workers share.
 
 from collections.abc import Callable
 
-from kv_transfer.transports.nixl import NixlTransport
-
 from decode_worker.config import DecodeConfig
 from decode_worker.role import DecodeRole
 from glm_runtime.engine.loaded_model import LoadedModel
@@ -17,6 +15,7 @@ from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.identity import Incarnation
 from kv_transfer.link import Party
 from kv_transfer.messages import WorkerAddress
+from kv_transfer.transports.nixl import NixlTransport
 
 
 class DecodeService:

@@ -43,15 +43,9 @@ class PrefillEngine:
 
     def decide(self, now_s: float) -> StepPlan | None:
         """Admit what fits, then plan chunks; None when nobody can compute now."""
-        places = self._limits.max_computing - self._sequences.num_computing
-        view = PrefillView(
-            computing=self._sequences.demands(),
-            waiting=self._sequences.candidates(places),
-            num_available_blocks=self._model.pool.num_available,
-        )
-        plan = decide(view, self._limits)
-        self._admit(plan.admit, now_s)
-        slices = tuple(self._slice(sequence, chunk) for chunk in plan.chunks if (sequence := self._sequences.computing(chunk.sequence_id)))
+        slices = self._plan_slices(now_s)
+        if not slices and self._sequences.unpin_waiting():
+            slices = self._plan_slices(now_s)
         if not slices:
             return None
         self._holders.launch(self._in_step)
@@ -73,6 +67,17 @@ class PrefillEngine:
                 self._hand_off(sequence, piece, result, now_s)
 
     # -- decide --------------------------------------------------------------------------------------------------------
+
+    def _plan_slices(self, now_s: float) -> tuple[SequenceSlice, ...]:
+        places = self._limits.max_computing - self._sequences.num_computing
+        view = PrefillView(
+            computing=self._sequences.demands(),
+            waiting=self._sequences.candidates(places),
+            num_available_blocks=self._model.pool.num_available,
+        )
+        plan = decide(view, self._limits)
+        self._admit(plan.admit, now_s)
+        return tuple(self._slice(sequence, chunk) for chunk in plan.chunks if (sequence := self._sequences.computing(chunk.sequence_id)))
 
     def _admit(self, sequence_ids: tuple[SequenceId, ...], now_s: float) -> None:
         for sequence in self._sequences.admit(sequence_ids):

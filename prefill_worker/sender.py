@@ -12,7 +12,7 @@ from glm_runtime.engine.worker_role import Outside
 from kv_transfer.block_keys import block_keys
 from kv_transfer.errors import InvalidRequest
 from kv_transfer.handoff import RECORD_SCHEMA, Dropped, Effect, Send
-from kv_transfer.identity import PeerId, TransferId, peer_id
+from kv_transfer.identity import PeerId, TransferId, count_tokens, peer_id
 from kv_transfer.layout import CacheLayout
 from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource
 from kv_transfer.session import SourceSession
@@ -133,6 +133,10 @@ class Sender:
             limits=self._request_limits,
         )
         layout = self._layout
+        if not 0 <= message.need_from < count_tokens(message.tokens) or message.need_from % layout.block_size_tokens:
+            raise InvalidRequest(
+                f"need_from is {message.need_from}: it must be a block edge before the last of {count_tokens(message.tokens)} tokens"
+            )
         return PrefillSequence(
             sequence_id=self._sequences.new_id(message.transfer),
             transfer=message.transfer,

@@ -103,6 +103,16 @@ class PrefillSequences:
         self._pool.release_all(_holder_of(sequence))
         self._holders.uncover(sequence.sequence_id)
 
+    def unpin_waiting(self) -> bool:
+        """Let go what waiting sequences hold, the blocks of their superseded attempts: the next in line may need them to begin.
+
+        They stay cached for as long as nobody does. Returns whether there were any.
+        """
+        holders = [holder for sequence in self._waiting if self._pool.held_by(holder := _holder_of(sequence))]
+        for holder in holders:
+            self._pool.release_all(holder)
+        return bool(holders)
+
     # -- questions -----------------------------------------------------------------------------------------------------
 
     @property

@@ -5,8 +5,6 @@ Knows: how a prefill worker's role is put into the shell that both workers share
 
 from collections.abc import Callable
 
-from kv_transfer.transports.nixl import NixlTransport
-
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 from glm_runtime.engine.worker_role import Outside
@@ -15,6 +13,7 @@ from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.identity import Incarnation
 from kv_transfer.link import Party
 from kv_transfer.messages import WorkerAddress
+from kv_transfer.transports.nixl import NixlTransport
 from prefill_worker.config import PrefillConfig
 from prefill_worker.role import PrefillRole
 
