@@ -26,6 +26,7 @@ from kv_transfer.messages import (
     StartSource,
     TokenDelta,
     Tokens,
+    WorkerAddress,
     WorkerEntry,
     WorkerLoad,
     WorkerState,
@@ -115,8 +116,9 @@ class LinkRouter:
         emitted: Sequence[int] = (),
         cancel_after_tokens: int | None = None,
         cancel_after_s: float | None = None,
+        is_left: bool = False,
     ) -> Answer:
-        """One attempt. prefill None: the decode worker computes the prompt itself."""
+        """One attempt. prefill None: the decode worker computes the prompt itself. is_left: a worker will be gone, wait for no CLOSED."""
         sink, source = self.entry(decode), self.entry(prefill) if prefill is not None else None
         assert sink is not None
         source_incarnation = source.address.incarnation if source is not None else Incarnation(0)
@@ -138,9 +140,22 @@ class LinkRouter:
                 await self._collect(transfer, answer, len(emitted), cancel_after_tokens)
         except TimeoutError:
             assert cancel_after_s is not None, "nobody set a limit"
-        await self._leave(transfer, legs, "done" if answer.finish is not None else "abort")
+        if not is_left:
+            await self._leave(transfer, legs, "done" if answer.finish is not None else "abort")
         del self._inboxes[transfer]
         return answer
+
+    async def start_only(self, prompt: Sequence[int], sampling: SamplingParameters, *, prefill: str) -> None:
+        """Give a prefill worker a prompt for a decode worker that does not exist."""
+        async with asyncio.timeout(30):
+            while (source := self.entry(prefill)) is None or source.state is not WorkerState.SERVING:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.05)
+        link = await dial(self._secret, self._me, source.address.host, source.address.port, config=WIRE)
+        link.on_closed = lambda _reason: None
+        self._links[WorkerId(prefill)] = link
+        sink = WorkerAddress(WorkerId("nobody"), Incarnation(3), "127.0.0.1", 1)
+        transfer = TransferId(RequestId(f"r{next(self._numbers)}"), 1, source.address.incarnation, sink.incarnation)
+        link.post(StartSource(transfer, pack_tokens(prompt), len(prompt), 0, 0, b"", sampling, 0, 60.0, sink))
 
     async def _open(self, message: OpenSink, decode: str, answer: Answer) -> None:
         inbox = self._inboxes[message.transfer]
