@@ -4,7 +4,7 @@ Knows: how a plan becomes a step and what follows from its result. Does not know
 Between `decide` and `publish` any sequence may be dropped; its blocks stay held by STEP, and what was drawn for it is thrown away.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from decode_worker.config import DecodeConfig
 from decode_worker.receiver import Receiver
@@ -83,15 +83,16 @@ class DecodeEngine:
         size = self._limits.block_size_tokens
         running = self._sequences.in_phase(Phase.RUNNING)
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
-        is_tight = 0 in free_slots
+        num_available = self._model.pool.num_available - self._receiver.num_reserved_blocks
+        num_full = free_slots.count(0)
         return DecodeView(
             running=tuple([sequence.sequence_id for sequence in running]),
             free_slots=free_slots,
-            credit_blocks=tuple(self._receiver.credit_blocks(sequence) for sequence in running) if is_tight else (),
-            freed_blocks=tuple(self._freed_blocks(sequence) for sequence in running) if is_tight else (),
-            filling=tuple(_demand_of(sequence) for sequence in self._sequences.in_phase(Phase.FILLING)),
-            preempted=tuple(self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)),
-            num_available_blocks=self._model.pool.num_available - self._receiver.num_reserved_blocks,
+            credit_blocks=tuple([self._receiver.credit_blocks(sequence) for sequence in running]) if num_full else (),
+            freed_blocks=tuple([self._freed_blocks(sequence) for sequence in running]) if num_full > num_available else (),
+            filling=tuple([_demand_of(sequence) for sequence in self._sequences.in_phase(Phase.FILLING)]),
+            preempted=tuple([self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)]),
+            num_available_blocks=num_available,
         )
 
     def _freed_blocks(self, sequence: DecodeSequence) -> int:
@@ -121,18 +122,18 @@ class DecodeEngine:
 
     def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
         for sequence in self._known(plan.rows):
-            yield self._slice(sequence, sequence.num_stored_tokens, sequence.num_tokens)
+            yield self._slice(sequence, sequence.num_stored_tokens, sequence.num_tokens, (sequence.last_token,))
         for chunk in plan.chunks:
             for sequence in self._known((chunk.sequence_id,)):
-                yield self._slice(sequence, chunk.start, chunk.end)
+                yield self._slice(sequence, chunk.start, chunk.end, sequence.token_ids(chunk.start, chunk.end))
 
-    def _slice(self, sequence: DecodeSequence, start: int, end: int) -> SequenceSlice:
+    def _slice(self, sequence: DecodeSequence, start: int, end: int, tokens: Sequence[int]) -> SequenceSlice:
         self._in_step[sequence.sequence_id] = sequence
         if sequence.num_covered_blocks < len(sequence.block_table):
             self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
         return SequenceSlice(
             sequence_id=sequence.sequence_id,
-            tokens=sequence.token_ids(start, end),
+            tokens=tokens,
             start=start,
             block_table=sequence.block_table,
             sampling=sequence.sampling if end == sequence.num_tokens else None,
@@ -149,8 +150,9 @@ class DecodeEngine:
         if sequence.phase is Phase.FILLING:
             self._receiver.filled(sequence, now_s)
         index = sequence.next_index
-        sequence.append(result.samples[piece.sequence_id])
-        self._outbox.add(sequence, index)
+        token = result.samples[piece.sequence_id]
+        sequence.append(token)
+        self._outbox.add(sequence, index, (token,))
         if sequence.finish is not None:
             self._receiver.finish(sequence, now_s)
         elif sequence.phase is Phase.FILLING:

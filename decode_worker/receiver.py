@@ -76,7 +76,8 @@ class Receiver:
         if sequence is None or sequence.router != peer:
             self.receive(peer, message, now_s)
         else:  # an empty answer, too, says that the request lives
-            self._outbox.add(sequence, max(message.next_index, sequence.first_index))
+            index = max(message.next_index, sequence.first_index)
+            self._outbox.add(sequence, index, tuple(sequence.emitted_from(index)))
             self._outbox.flush()
 
     def receive(self, peer: PeerId, message: Message, now_s: float) -> None:
@@ -194,7 +195,7 @@ class Receiver:
         assert sequence.next_index == sequence.first_index, "the record's token is the first of its attempt"
         sequence.num_cached_tokens = record.num_cached_tokens
         sequence.append(record.token)
-        self._outbox.add(sequence, sequence.first_index)
+        self._outbox.add(sequence, sequence.first_index, (record.token,))
         self._outbox.flush()
 
     def _take_filled(self, sequence: DecodeSequence, now_s: float) -> None:
@@ -272,6 +273,7 @@ class Receiver:
             transfer=transfer,
             router=router,
             tokens=bytearray(message.tokens),
+            num_tokens=count_tokens(message.tokens),
             num_given_tokens=count_tokens(message.tokens),
             num_prompt_tokens=message.num_prompt_tokens,
             first_index=message.first_index,

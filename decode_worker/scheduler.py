@@ -37,8 +37,8 @@ class DecodeView:
     """All that `decide` looks at, oldest first. Running sequences are given as columns, since they are many and looked at every step.
 
     free_slots: tokens that each running sequence can still store in the blocks it has.
-    credit_blocks: blocks that are promised to it. freed_blocks: what preempting it would add to `num_available_blocks`. These
-    two are looked at, and may be empty otherwise, only when some sequence has no free slot.
+    credit_blocks: blocks that are promised to it; may be empty while every sequence has a free slot. freed_blocks: what
+    preempting it would add to `num_available_blocks`; may be empty while that covers one block for each without a free slot.
     filling: prompts computed here, whose blocks are allocated already.
     num_available_blocks: blocks that can be had now and are promised to nobody.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 
 from kv_transfer.block_keys import extend_block_keys
-from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters
 
 
@@ -38,9 +38,11 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 class DecodeSequence:
     """One request. `tokens` are packed: the prompt, what earlier attempts have emitted, then what this one does.
 
-    num_given_tokens: how many came with OPEN_SINK. num_stored_tokens: how many are in the cache; the next row starts there.
-    While running it is all but the newest token. num_published_blocks: how many are in the prefix index.
-    num_covered_blocks: how many have a STEP holder. is_ready: the session takes the transfer for filled.
+    num_tokens: how many are known; counted, since steps ask all the time. num_given_tokens: how many came with OPEN_SINK.
+    num_stored_tokens: how many are in the cache; the next row starts there. While running it is all but the newest token.
+    num_published_blocks: how many are in the prefix index. num_covered_blocks: how many have a STEP holder.
+    is_ready: the session takes the transfer for filled.
+    last_token: the newest token that this attempt has emitted.
     """
 
     sequence_id: SequenceId
@@ -48,6 +50,7 @@ class DecodeSequence:
     transfer: TransferId
     router: PeerId
     tokens: bytearray
+    num_tokens: int
     num_given_tokens: int
     num_prompt_tokens: int
     first_index: int
@@ -61,12 +64,8 @@ class DecodeSequence:
     num_published_blocks: int = 0
     num_covered_blocks: int = 0
     is_ready: bool = False
+    last_token: int = -1
     finish: FinishReason | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known: given and emitted."""
-        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def next_index(self) -> int:
@@ -85,7 +84,9 @@ class DecodeSequence:
     def append(self, token: int) -> None:
         """Take the next output token, and note whether it is the last."""
         assert self.finish is None, f"{self.sequence_id} has ended and gets another token"
-        self.tokens += pack_tokens((token,))
+        self.tokens += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.num_tokens += 1
+        self.last_token = token
         if token in self.sampling.stop_token_ids:
             self.finish = FinishReason.STOP
         elif self.next_index >= self.sampling.max_tokens:

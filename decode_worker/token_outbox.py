@@ -16,15 +16,9 @@ class TokenOutbox:
         self._outside = outside
         self._waiting: dict[PeerId, list[TokenDelta]] = {}
 
-    def add(self, sequence: DecodeSequence, first_index: int) -> None:
-        """The sequence's tokens from output index `first_index` on; when it has ended, the delta says so."""
-        delta = TokenDelta(
-            sequence.transfer,
-            first_index,
-            tuple(sequence.emitted_from(first_index)),
-            sequence.finish,
-            sequence.num_cached_tokens,
-        )
+    def add(self, sequence: DecodeSequence, first_index: int, tokens: tuple[int, ...]) -> None:
+        """The sequence's tokens from output index `first_index` on, up to its last; when it has ended, the delta says so."""
+        delta = TokenDelta(sequence.transfer, first_index, tokens, sequence.finish, sequence.num_cached_tokens)
         self._waiting.setdefault(sequence.router, []).append(delta)
 
     def flush(self) -> None:

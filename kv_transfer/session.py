@@ -269,7 +269,8 @@ class SinkSession:
         """Append blocks for output tokens, from the credit first. Raises PoolExhausted: preempt the youngest request."""
         handoff = self._live(transfer)
         if handoff is not None:
-            handoff.space.grow(self._pool, num_blocks, self.num_reserved_blocks)
+            is_promised = num_blocks <= handoff.space.credit_blocks  # then the others' promises need no counting
+            handoff.space.grow(self._pool, num_blocks, 0 if is_promised else self.num_reserved_blocks)
 
     def credit_blocks(self, transfer: TransferId) -> int:
         """Blocks that are promised to this transfer and not allocated yet; 0 when it has ended."""
