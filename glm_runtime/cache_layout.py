@@ -15,6 +15,7 @@ INDEX_K = "index_k"
 BLOCK_SIZE_TOKENS = 64
 
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+_FORMATS: dict[str, CacheFormat] = {"bf16": "bf16", "fp32": "fp32"}
 _FORMAT_OF_DTYPE: dict[str, CacheFormat] = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -23,15 +24,11 @@ def resolve_cache_format(config: GlmConfig, requested: str) -> CacheFormat:
 
     Raises ConfigError for a format that does not exist.
     """
-    return _FORMAT_OF_DTYPE[config.dtype] if requested == "auto" else _element_format(requested)
-
-
-def _element_format(name: str) -> CacheFormat:
-    if name == "bf16":
-        return "bf16"
-    if name == "fp32":
-        return "fp32"
-    raise ConfigError(f"cache_format is {name!r}; expected 'auto', 'bf16' or 'fp32'")
+    if requested == "auto":
+        return _FORMAT_OF_DTYPE[config.dtype]
+    if requested not in _FORMATS:
+        raise ConfigError(f"is {requested!r}; expected 'auto', 'bf16' or 'fp32'", path="runtime.cache_format")
+    return _FORMATS[requested]
 
 
 def make_cache_layout(
@@ -46,8 +43,8 @@ def make_cache_layout(
 
 
 def element_format(component: CacheComponent) -> CacheFormat:
-    """What one element of a component is. Raises ConfigError for an encoding that this module did not make."""
-    return _element_format(component.encoding.split(";")[0])
+    """What one element of a component is. Raises KeyError for an encoding that this module did not make."""
+    return _FORMATS[component.encoding.split(";")[0]]
 
 
 def mla_component(config: GlmConfig, cache_format: CacheFormat) -> CacheComponent:

@@ -21,7 +21,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 FP8_DTYPE = "F8_E4M3"
 PLAIN_DTYPES = ("BF16", "F32")
-_SMALL_FILE_BYTES = 64 << 20
+SMALL_FILE_BYTES = 64 << 20
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096
 
@@ -145,10 +145,10 @@ def _check_tensor(config: GlmConfig, name: str, spec: TensorSpec, stored: Mappin
         )
 
 
-def checkpoint_digest(directory: Path) -> str:
+def checkpoint_digest(directory: Path, *, small_file_bytes: int = SMALL_FILE_BYTES) -> str:
     """Digest of configuration and weights, 32 hex characters; the weights version that peers compare.
 
-    Files over 64 MiB count by their header and 64 evenly spaced pages, so that a checkpoint of many hundred GB costs milliseconds
+    Files over `small_file_bytes` count by their header and 64 evenly spaced pages, so that a checkpoint of many hundred GB costs milliseconds
     per file; two checkpoints of equal shapes that differ nowhere in those pages would pass as one.
     Raises ConfigError for an unreadable file.
     """
@@ -157,7 +157,7 @@ def checkpoint_digest(directory: Path) -> str:
     digest.update(_read_bytes(directory / CONFIG_FILE))
     for path in sorted({tensor.file for tensor in stored_tensors(directory).values()}):
         digest.update(path.name.encode())
-        _digest_file(path, digest)
+        _digest_file(path, digest, small_file_bytes)
     return digest.hexdigest()[:32]
 
 
@@ -173,11 +173,11 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigError(f"cannot be read ({error.strerror}); a checkpoint directory needs it", path=str(path)) from None
 
 
-def _digest_file(path: Path, digest: "hashlib._Hash") -> None:
+def _digest_file(path: Path, digest: "hashlib._Hash", small_file_bytes: int) -> None:
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with path.open("rb") as file:
-        if size <= _SMALL_FILE_BYTES:
+        if size <= small_file_bytes:
             while piece := file.read(1 << 20):
                 digest.update(piece)
             return

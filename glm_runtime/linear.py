@@ -22,6 +22,7 @@ ROW_TILES = (16, 32, 64)
 
 _PROBE_MULTIPLES = (1, 2, 3, 5, 8, 32)
 _PROBE_MAX_COLUMNS = 4096
+_PROBE_ITEMS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +66,41 @@ def choose_gemm(shapes: Iterable[tuple[int, int]], *, seed: int = 0) -> Gemm:
 
 
 def is_row_invariant(gemm: Gemm, inner: int, columns: int, generator: torch.Generator) -> bool:
-    """Whether a tile of random rows gives the same bits alone, first, last and in the middle of larger batches, alone or batched."""
+    """Whether a tile of random rows gives the same bits in larger batches, at another place in them, and batched.
+
+    Both layouts of the weight are tried, each against itself: they are different kernels of the BLAS.
+    """
+    weight = torch.randn(columns, inner, generator=generator).t()
+    rows = torch.randn(gemm.row_tile * max(_PROBE_MULTIPLES), inner, generator=generator)
+    return all(_is_invariant(gemm, rows, layout) for layout in (weight, weight.contiguous()))
+
+
+def _is_invariant(gemm: Gemm, rows: Tensor, weight: Tensor) -> bool:
     tile = gemm.row_tile
-    weight = torch.randn(columns, inner, generator=generator)
-    rows = torch.randn(tile * max(_PROBE_MULTIPLES), inner, generator=generator)
-    expected = gemm.linear(rows[:tile], weight)
+    expected = gemm.matmul(rows[:tile], weight)
     for multiple in _PROBE_MULTIPLES:
         batch = rows[: tile * multiple]
-        rolled = torch.roll(batch, shifts=1, dims=0)
-        if not torch.equal(gemm.linear(batch, weight)[:tile], expected):
-            return False
-        if not torch.equal(torch.roll(gemm.linear(rolled, weight), shifts=-1, dims=0)[:tile], expected):
-            return False
-        batched = gemm.matmul(batch.expand(3, -1, -1), weight.t().expand(3, -1, -1))
-        if not all(torch.equal(item[:tile], expected) for item in batched):
+        moved = torch.roll(gemm.matmul(torch.roll(batch, 1, dims=0), weight), -1, dims=0)
+        batched = gemm.matmul(batch.expand(3, -1, -1), weight.expand(3, -1, -1))
+        results = [gemm.matmul(batch, weight), moved, *batched]
+        if not all(torch.equal(result[:tile], expected) for result in results):
             return False
     return True
+
+
+def check_items_independent(rows: int, inner: int, columns: int, *, seed: int = 0) -> None:
+    """Check that an item of a batched product has the same bits whatever the number of items, both layouts of the right operand.
+
+    Raises ConfigError when it has not: then the deterministic mode cannot be had here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(_PROBE_ITEMS, rows, inner, generator=generator)
+    right = torch.randn(_PROBE_ITEMS, columns, inner, generator=generator).transpose(1, 2)
+    for operand in (right, right.contiguous()):
+        expected = torch.bmm(left, operand)
+        for count in (1, 2, 3, _PROBE_ITEMS - 1):
+            if not torch.equal(torch.bmm(left[-count:], operand[-count:]), expected[-count:]):
+                raise ConfigError(
+                    f"batched products of {rows} x {inner} x {columns} depend on the batch on this machine; "
+                    "set runtime.num_threads = 1, or runtime.numerics = 'fast'"
+                )

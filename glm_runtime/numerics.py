@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.linear import Gemm, choose_gemm
+from glm_runtime.linear import Gemm, check_items_independent, choose_gemm
 
 NumericsMode = Literal["deterministic", "fast"]
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -42,9 +42,16 @@ def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
 
 
 def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]]) -> Numerics:
-    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all weights. Raises ConfigError as `choose_gemm`."""
-    gemm = choose_gemm(gemm_shapes) if mode == "deterministic" else Gemm()
-    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm)
+    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning.
+
+    Raises ConfigError when this machine's BLAS cannot be made deterministic (`choose_gemm`, `check_items_independent`).
+    """
+    if mode == "fast":
+        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=Gemm())
+    heads, topk = config.num_attention_heads, config.index_topk
+    check_items_independent(heads, config.latent_dim, topk)
+    check_items_independent(heads, topk, config.kv_lora_rank)
+    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=choose_gemm(gemm_shapes))
 
 
 def sigmoid(x: Tensor) -> Tensor:

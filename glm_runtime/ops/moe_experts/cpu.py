@@ -34,7 +34,7 @@ def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down:
     for expert, start, end in hits:
         grouped[start:end] = gemm.linear(activated[start:end], down[expert])
 
-    weighed = grouped[places].float().view(num_rows, num_chosen, -1) * gates[..., None]
+    weighed = grouped[places].float().view(num_rows, num_chosen, x.shape[1]) * gates[..., None]
     total = weighed[:, 0].clone()
     for column in range(1, num_chosen):
         total += weighed[:, column]

@@ -1,0 +1,33 @@
+"""A poisoned pool with random block tables, for op tests."""
+
+import torch
+from torch import Tensor
+
+from glm_runtime.paged_cache import CacheRegion, PagedCache
+from kv_transfer.layout import CacheComponent, CacheLayout
+from kv_transfer.pool_memory import PoolMemory
+
+
+def poisoned_region(width: int, *, num_blocks: int = 40, block_size: int = 64, encoding: str = "bf16", layers: int = 2) -> CacheRegion:
+    """The second layer of a component `width` elements wide, in a pool whose every byte is part of a NaN.
+
+    Another component follows, so that blocks are strided and a block's stride is no multiple of a row.
+    """
+    element_bytes = 2 if encoding == "bf16" else 4
+    component = CacheComponent("tested", tuple(range(layers)), width * element_bytes, encoding)
+    layout = CacheLayout(block_size, (component, CacheComponent("other", (0,), 2 * 33 * element_bytes, "bf16")), "m", "t")
+    memory = PoolMemory(num_blocks, layout.block_bytes)
+    memory.buffer[:] = b"\xff" * len(memory.buffer)
+    return PagedCache(layout, memory.buffer, num_blocks).region("tested", layers - 1)
+
+
+def fill(region: CacheRegion, table: Tensor, values: Tensor) -> None:
+    """Store values [S, D] as tokens 0 .. S - 1 of a sequence with this block table."""
+    tokens = torch.arange(values.shape[0])
+    size = region.block_size_tokens
+    region.store(table[tokens // size] * size + tokens % size, values)
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    return float((actual - expected).double().pow(2).mean().sqrt() / expected.double().pow(2).mean().sqrt())

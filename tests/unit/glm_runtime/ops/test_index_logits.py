@@ -1,0 +1,69 @@
+"""Index scores: the serving kernel against its reference, on odd shapes over a poisoned pool."""
+
+import pytest
+import torch
+
+from glm_runtime.linear import Gemm
+from glm_runtime.ops.index_logits import KEY_TILE_TOKENS, index_logits
+from tests.unit.glm_runtime.ops.pools import fill, poisoned_region
+
+CASES = [
+    # id, sequences, rows each, heads, width, lengths before the first row
+    ("one-row", 1, 1, 4, 16, [0]),
+    ("block-boundary", 3, 1, 8, 32, [62, 63, 64]),
+    ("tile-boundary", 3, 1, 8, 32, [510, 511, 512]),
+    ("prefill-chunk", 1, 37, 5, 16, [101]),
+    ("verify-rows", 2, 6, 3, 128, [90, 600]),
+    ("many-rows-per-product", 1, 300, 8, 16, [200]),
+]
+
+
+@pytest.mark.parametrize("gemm", [Gemm(), Gemm(16)], ids=["plain", "tiled"])
+@pytest.mark.parametrize(("sequences", "rows", "heads", "width", "starts"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_equals_reference(sequences: int, rows: int, heads: int, width: int, starts: list[int], gemm: Gemm) -> None:
+    generator = torch.Generator().manual_seed(sequences * 1000 + rows)
+    region = poisoned_region(width)
+    longest = max(starts) + rows
+    blocks_each = -(-longest // KEY_TILE_TOKENS) * KEY_TILE_TOKENS // 64
+    tables = torch.zeros(sequences, blocks_each, dtype=torch.int64)
+    order = torch.randperm(39, generator=generator) + 1
+    for sequence, start in enumerate(starts):
+        needed = -(-(start + rows) // 64)
+        tables[sequence, :needed], order = order[:needed], order[needed:]
+        fill(region, tables[sequence], torch.randn(start + rows, width, generator=generator))
+    queries = torch.randn(sequences, rows, heads, width, generator=generator)
+    weights = torch.randn(sequences, rows, heads, generator=generator)
+    positions = torch.tensor(starts)[:, None] + torch.arange(rows)
+    arguments = (queries, weights, region.blocks, tables, positions)
+    expected = index_logits(*arguments, gemm=gemm, impl="reference")
+    actual = index_logits(*arguments, gemm=gemm)
+    assert torch.equal(actual.isneginf(), expected.isneginf()), "exactly the tokens up to a row's own position are visible"
+    visible = ~expected.isneginf()
+    assert torch.allclose(actual[visible], expected[visible], rtol=1e-5, atol=1e-4)
+
+
+def test_the_relu_is_inside_the_sum_over_signed_heads() -> None:
+    region = poisoned_region(16)
+    key = torch.zeros(1, 16)
+    key[0, 0] = 1.0
+    table = torch.zeros(1, KEY_TILE_TOKENS // 64, dtype=torch.int64)
+    fill(region, table[0], key)
+    queries = torch.zeros(1, 1, 2, 16)
+    queries[0, 0, :, 0] = torch.tensor([-3.0, 2.0])
+    weights = torch.tensor([[[5.0, -1.0]]])
+    for impl in ("reference", "cpu"):
+        scores = index_logits(queries, weights, region.blocks, table, torch.tensor([[0]]), gemm=Gemm(), impl=impl)
+        assert scores[0, 0, 0] == -2.0
+
+
+def test_refuses_tables_that_are_not_whole_tiles() -> None:
+    region = poisoned_region(16)
+    with pytest.raises(ValueError, match="multiple of 512"):
+        index_logits(
+            torch.zeros(1, 1, 2, 16),
+            torch.zeros(1, 1, 2),
+            region.blocks,
+            torch.zeros(1, 1, dtype=torch.int64),
+            torch.zeros(1, 1),
+            gemm=Gemm(),
+        )

@@ -1,0 +1,107 @@
+"""From plan to tensors: rows, slots, index groups and the rectangles of rows that need scores."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from glm_runtime.config import GlmConfig
+from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.index_group import build_index_groups, list_all_visible, make_selection
+from glm_runtime.step_batch import StepBatch, group_scored_rows
+from kv_transfer.identity import BlockId, SequenceId
+from tests.glm_checkpoints import TINY
+from tests.unit.glm_runtime.ops.pools import poisoned_region
+
+
+@pytest.fixture(scope="module")
+def config() -> GlmConfig:
+    return GlmConfig.from_checkpoint(TINY)
+
+
+def piece(name: str, tokens: list[int], start: int, blocks: list[int]) -> SequenceSlice:
+    return SequenceSlice(sequence_id=SequenceId(name), tokens=tokens, start=start, block_table=[BlockId(block) for block in blocks])
+
+
+def batch_of(config: GlmConfig, *pieces: SequenceSlice, row_tile: int = 1) -> StepBatch:
+    return build_batch(StepPlan(step_number=1, slices=pieces), config, block_size_tokens=64, num_blocks=100, row_tile=row_tile)
+
+
+def test_rows_of_a_mixed_step(config: GlmConfig) -> None:
+    batch = batch_of(config, piece("a", [7, 8, 9], 62, [5, 3]), piece("b", [1], 130, [9, 2, 40, 41]), row_tile=8)
+    assert batch.tokens.tolist() == [7, 8, 9, 1, 0, 0, 0, 0]
+    assert batch.positions.tolist() == [62, 63, 64, 130, 0, 0, 0, 0]
+    assert batch.slots.tolist() == [5 * 64 + 62, 5 * 64 + 63, 3 * 64, 40 * 64 + 2, -1, -1, -1, -1]
+    assert batch.visible.tolist() == [63, 64, 65, 131, 0, 0, 0, 0]
+    assert batch.block_tables.tolist() == [[5, 3, 0], [9, 2, 40]], "blocks beyond the last row are ignored"
+    assert (batch.num_rows, batch.max_visible) == (4, 131)
+
+
+def test_rows_that_see_at_most_topk_tokens_are_not_scored(config: GlmConfig) -> None:
+    topk = config.index_topk
+    assert batch_of(config, piece("a", [1] * topk, 0, [1])).scored == ()
+    (scored,) = batch_of(config, piece("a", [1] * (topk + 2), 0, [1, 2])).scored
+    assert scored.rows.tolist() == [[topk, topk + 1]]
+    assert scored.positions.tolist() == [[topk, topk + 1]]
+    assert scored.block_tables.tolist() == [[1, 2, 0, 0, 0, 0, 0, 0]], "whole key tiles of 512 tokens"
+
+
+def test_decode_rows_of_similar_length_share_a_rectangle(config: GlmConfig) -> None:
+    long_table = list(range(20, 40))
+    pieces = [piece("short", [1], 100, [1, 2]), piece("long", [1], 1200, long_table), piece("same", [1], 500, list(range(3, 11)))]
+    batch = batch_of(config, *pieces, piece("dense", [1], 20, [11]))
+    assert sorted(scored.rows.tolist() for scored in batch.scored) == [[[0], [2]], [[1]]]
+
+
+def test_padding_of_a_rectangle_is_at_most_half(config: GlmConfig) -> None:
+    spans = batch_of(config, *[piece(str(n), [1], n * 400 + 100, [0] * 130) for n in range(20)]).spans
+    tables = torch.zeros(20, 130, dtype=torch.int64)
+    for scored in group_scored_rows(spans, tables, index_topk=64, block_size_tokens=64, tile_blocks=8):
+        needed = -(-(scored.positions.flatten() + 1) // 512)
+        assert scored.block_tables.shape[1] // 8 < 2 * int(needed.min())
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (piece("a", [], 0, [1]), "has no tokens"),
+        (piece("a", [1, 2], 63, [1]), "needs 2 blocks, has 1"),
+        (piece("a", [1], 0, [100]), "outside the pool"),
+        (piece("a", [1], 0, [-1]), "negative block"),
+        (piece("a", [2560], 0, [1]), "outside the vocabulary"),
+        (piece("a", [-1], 0, [1]), "negative token"),
+    ],
+)
+def test_a_wrong_plan_is_a_bug(config: GlmConfig, bad: SequenceSlice, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        batch_of(config, bad)
+
+
+def test_index_groups_of_the_shipped_checkpoint(config: GlmConfig) -> None:
+    groups = build_index_groups(config)
+    assert [group.layers for group in groups] == [(0,), (1,), (2, 3, 4, 5), (6,)]
+    assert [group.leader for group in groups] == [0, 1, 2, 6]
+
+
+def test_every_layer_is_in_one_group(config: GlmConfig) -> None:
+    for schedule in (config.indexer_types[:1] * 7, config.indexer_types[:1] + config.indexer_types[3:4] * 6):
+        groups = build_index_groups(dataclasses.replace(config, indexer_types=schedule))
+        assert [layer for group in groups for layer in group.layers] == list(range(7))
+
+
+def test_lists_without_scores_hold_all_visible_tokens(config: GlmConfig) -> None:
+    batch = batch_of(config, piece("a", [1, 2, 3], 0, [1]), piece("b", [1], 64, [2, 3]), row_tile=8)
+    lists = list_all_visible(batch, 64)
+    assert [row[row >= 0].tolist() for row in lists] == [[0], [0, 1], [0, 1, 2], [], [], [], [], []]
+
+
+def test_a_selection_is_where_the_listed_tokens_lie(config: GlmConfig) -> None:
+    batch = batch_of(config, piece("a", [1], 10, [7]), piece("b", [1], 130, [4, 30, 9]))
+    region = poisoned_region(24)
+    slots = torch.tensor([7 * 64 + 3, 30 * 64 + 1, 9 * 64 + 2])
+    region.store(slots, torch.arange(3.0)[:, None].expand(3, 24))
+    selection = make_selection(torch.tensor([[3, -1], [65, 130]]), batch, region)
+    assert selection.addresses[0, 1] == -1
+    assert region.rows[selection.addresses[0, 0]].eq(0.0).all()
+    assert region.rows[selection.addresses[1]].float().tolist() == [[1.0] * 24, [2.0] * 24]

@@ -1,0 +1,89 @@
+"""Loading: which checkpoint tensors become which operand, block-FP8, progress."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from glm_runtime.config import GlmConfig
+from glm_runtime.weights import ModelWeights, MoeWeights, dequantise, gemm_shapes, load_weights
+from kv_transfer.errors import ConfigError
+from tests.glm_checkpoints import TINY, quantise, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def weights(directory: Path) -> ModelWeights:
+    return load_weights(directory, GlmConfig.from_checkpoint(directory), torch.float32)
+
+
+def test_fused_and_stacked_operands(directory: Path, weights: ModelWeights) -> None:
+    raw = load_file(directory / "model.safetensors")
+    config = GlmConfig.from_checkpoint(directory)
+    layer = weights.layers[6]
+    prefix = "model.layers.6."
+    attention = prefix + "self_attn."
+    q_a, kv_a = raw[attention + "q_a_proj.weight"], raw[attention + "kv_a_proj_with_mqa.weight"]
+    assert torch.equal(layer.attention.projections, torch.cat((q_a, kv_a)))
+    assert layer.indexer is not None
+    wk, heads = raw[attention + "indexer.wk.weight"], raw[attention + "indexer.weights_proj.weight"]
+    assert torch.equal(layer.indexer.key_and_weights, torch.cat((wk, heads)))
+    assert isinstance(layer.mlp, MoeWeights)
+    for expert in range(config.n_routed_experts):
+        gate = raw[f"{prefix}mlp.experts.{expert}.gate_proj.weight"]
+        up = raw[f"{prefix}mlp.experts.{expert}.up_proj.weight"]
+        assert torch.equal(layer.mlp.gate_up[expert], torch.cat((gate, up)))
+        assert torch.equal(layer.mlp.down[expert], raw[f"{prefix}mlp.experts.{expert}.down_proj.weight"])
+    assert weights.layers[3].indexer is None
+
+
+def test_kv_b_is_split_by_head_into_key_and_value_parts(directory: Path, weights: ModelWeights) -> None:
+    raw = load_file(directory / "model.safetensors")["model.layers.0.self_attn.kv_b_proj.weight"]
+    latent = torch.randn(64)
+    by_head = (raw @ latent).view(4, 24 + 20)
+    attention = weights.layers[0].attention
+    assert torch.allclose(torch.einsum("hnc,c->hn", attention.key_up, latent), by_head[:, :24], atol=1e-5)
+    assert torch.allclose(torch.einsum("c,hcv->hv", latent, attention.value_up), by_head[:, 24:], atol=1e-5)
+
+
+def test_what_stays_fp32_in_a_bf16_runtime() -> None:
+    weights = load_weights(TINY, GlmConfig.from_checkpoint(TINY), torch.bfloat16)
+    mlp = weights.layers[3].mlp
+    assert isinstance(mlp, MoeWeights)
+    assert mlp.router.dtype == mlp.bias.dtype == weights.final_norm.dtype == torch.float32
+    assert mlp.gate_up.dtype == weights.embedding.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (448, 300), (1, 1), (130, 257)])
+def test_dequantise_multiplies_each_block_by_its_scale(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    quantised, scales = quantise(weight)
+    wide = dequantise(quantised, scales)
+    for row, column in ((0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)):
+        assert wide[row, column] == quantised[row, column].float() * scales[row // 128, column // 128]
+    assert (wide - weight).norm() / weight.norm() < 0.04
+
+
+def test_progress_ends_at_all_bytes_without_the_mtp_layer(directory: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    load_weights(directory, GlmConfig.from_checkpoint(directory), torch.float32, lambda read, total: reports.append((read, total)))
+    assert [read for read, _ in reports] == sorted(read for read, _ in reports)
+    assert reports[-1][0] == reports[-1][1]
+    mtp = sum(t.nbytes for name, t in load_file(directory / "model.safetensors").items() if ".layers.7." in name)
+    assert reports[-1][1] == sum(t.nbytes for t in load_file(directory / "model.safetensors").values()) - mtp
+
+
+def test_loading_checks_first(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, change=lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight is missing"):
+        load_weights(tmp_path, GlmConfig.from_checkpoint(tmp_path), torch.float32)
+
+
+def test_gemm_shapes_name_every_product(weights: ModelWeights) -> None:
+    shapes = gemm_shapes(weights)
+    assert {(96, 193), (96, 120), (40, 160), (80, 96), (96, 48), (40, 512), (24, 64), (64, 20)} <= shapes
