@@ -152,6 +152,22 @@ def test_a_peer_may_connect_again_with_a_new_agent(pair: tuple[End, Remote]) -> 
     reader.transport.read_probe(remote.me, Incarnation(0xA), 10.0)
 
 
+def test_no_byte_lands_after_a_peer_was_destroyed(world: World) -> None:
+    reader, remote = world.reader(), world.remote(0xC)
+    join(reader, remote)
+    everything = list(range(NUM_BLOCKS))
+    for block_id in everything:
+        remote.fill(block_id, 7)
+    reader.transport.read_probe(remote.me, Incarnation(0xC), 10.0)
+    reader.transport.post_read(read(remote.me, 600, everything, everything))
+    reader.transport.destroy_peer(remote.me)
+    for block_id in everything:
+        reader.fill(block_id, 1)
+    time.sleep(0.3)
+    assert [content(reader, block_id) for block_id in everything] == [{1}] * NUM_BLOCKS
+    # UCX over TCP may abort the process that is read from when a READ is cut off; nothing is asked of it any more.
+
+
 def test_a_killed_peer_is_an_error_and_its_next_start_is_another_peer(world: World) -> None:
     reader, old = world.reader(), world.remote(0xE)
     join(reader, old)

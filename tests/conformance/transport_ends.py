@@ -18,8 +18,8 @@ from kv_transfer.transports.base import AgentDescription, Transport
 from kv_transfer.transports.loopback import LoopbackFabric, LoopbackTransport
 
 NUM_BLOCKS = 32
-BLOCK_BYTES = 16384
-LAYOUT = CacheLayout(4, (CacheComponent("latent", (0, 1), 2048, "test"),), "model", "tokenizer")
+BLOCK_BYTES = 262144
+LAYOUT = CacheLayout(4, (CacheComponent("latent", (0, 1), 32768, "test"),), "model", "tokenizer")
 READER = peer_id("decode-0", Incarnation(0xD))
 
 
