@@ -53,7 +53,11 @@ def pair_refs(pairs: Sequence[PairState]) -> frozenset[WorkerRef]:
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker start. busy_until_s: decode said BUSY; is_probed: one request is finding out whether it still is."""
+    """One worker start.
+
+    busy_until_s: until then decode wants nothing; 0 when it has not said BUSY since the last time that nobody waited. Above 0 it is
+    offered one request at a time: is_probed says that one is on its way. Else each freed slot would be offered to all who wait.
+    """
 
     entry: WorkerEntry
     state: WorkerState
@@ -75,6 +79,10 @@ class WorkerView:
     def is_usable(self) -> bool:
         """Whether it serves and we can talk to it."""
         return self.is_linked and self.state is WorkerState.SERVING
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether this is a decode worker that may be offered a request now."""
+        return self.entry.role == "decode" and self.is_usable and not self.is_probed and self.busy_until_s <= now_s
 
 
 @dataclass(slots=True)
@@ -162,8 +170,12 @@ class Registry:
                 overlap_tokens=overlap_tokens(view.ref),
             )
             for view in self._views.values()
-            if view.entry.role == "decode" and view.is_usable and not view.is_probed and view.busy_until_s <= now_s
+            if view.is_open(now_s)
         ]
+
+    def has_open_decode(self, now_s: float) -> bool:
+        """Whether any decode worker may be offered a request now."""
+        return any(view.is_open(now_s) for view in self._views.values())
 
     def has_usable_pair(self) -> bool:
         """Whether any request could be served: a decode worker and a prefill worker that it can pull from."""
@@ -206,11 +218,16 @@ class Registry:
             view.is_probed = False
 
     def mark_ready(self, ref: WorkerRef) -> None:
-        """Decode granted credit: it is not busy."""
+        """Decode granted credit: the next one may be offered."""
         view = self.find(ref)
         if view is not None:
-            view.busy_until_s = 0.0
             view.is_probed = False
+
+    def forget_busy(self, now_s: float) -> None:
+        """Nobody waits any more: whoever was busy and is not now may be offered several requests at once again."""
+        for view in self._views.values():
+            if view.busy_until_s <= now_s:
+                view.busy_until_s = 0.0
 
     def mark_relieved(self, ref: WorkerRef, now_s: float) -> None:
         """A request has left a decode worker: if it was busy, find out at once."""

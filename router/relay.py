@@ -223,6 +223,7 @@ class Relay:
         live = self._live.get(transfer.request_id)
         if live is not None:
             self._carry_out(live, live.flow.receive(worker, message, now_s), now_s)
+            self._pump(now_s)
 
     def _lose_worker(self, worker: WorkerRef, now_s: float) -> None:
         for live in list(self._live.values()):
@@ -230,11 +231,15 @@ class Relay:
 
     def _pump(self, now_s: float) -> None:
         """Give waiting requests their pair, oldest first."""
-        if not self._waiting:
+        if not self._waiting or not self.registry.has_open_decode(now_s):
             return
         for live in sorted(self._waiting.values(), key=lambda item: item.order):
             if live.flow.wants_pair(now_s):
                 self._place(live, now_s)
+                if not self.registry.has_open_decode(now_s):
+                    return
+        if not self._waiting:
+            self.registry.forget_busy(now_s)
 
     def _place(self, live: _Live, now_s: float) -> None:
         keys = live.flow.request.block_keys

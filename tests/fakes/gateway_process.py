@@ -49,7 +49,12 @@ def wait_for(condition: Any, timeout_s: float = 10.0, what: str = "the condition
 
 @contextlib.contextmanager
 def running_gateway(
-    folder: Path, directory_port: int, *, gateway: dict[str, Any] | None = None, router: dict[str, Any] | None = None, wire: WireConfig = WIRE
+    folder: Path,
+    directory_port: int,
+    *,
+    gateway: dict[str, Any] | None = None,
+    router: dict[str, Any] | None = None,
+    wire: WireConfig = WIRE,
 ) -> Iterator[RunningGateway]:
     """Start `python -m router.gateway` on a free port and stop it as the supervisor would."""
     folder.mkdir(parents=True, exist_ok=True)
