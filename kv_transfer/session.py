@@ -184,7 +184,7 @@ class SourceSession:
 
     def _receive_unknown(self, peer: PeerId, message: Resend | Taken | Cancel | Closed | Gone | Failed, now_s: float) -> list[Effect]:
         transfer = message.transfer
-        if isinstance(message, Cancel) and transfer.source_incarnation == self._incarnation:
+        if isinstance(message, Cancel) and self.may_start(transfer):
             self._attempts.note(transfer, now_s + self._timers.closed_memory_s)
         if isinstance(message, Resend | Taken | Cancel):
             return [Send(peer, Gone(transfer, type(message).__name__.lower()))]
@@ -385,7 +385,7 @@ class SinkSession:
         transfer = message.transfer
         if isinstance(message, Cancel) and transfer in self._transfers:
             return []  # draining: CLOSED will answer
-        if isinstance(message, Cancel) and transfer.sink_incarnation == self._incarnation:
+        if isinstance(message, Cancel) and self.may_open(transfer):
             self._attempts.note(transfer, now_s + self._timers.closed_memory_s)
         if isinstance(message, Seal | Complete | Progress | Cancel | Ask):
             return [Send(peer, Gone(transfer, type(message).__name__.lower()))]
