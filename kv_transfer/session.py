@@ -126,6 +126,11 @@ class SourceSession:
         """Transfers that are not released."""
         return len(self._live)
 
+    @property
+    def live_transfers(self) -> tuple[TransferId, ...]:
+        """Those transfers, oldest first."""
+        return tuple(self._live)
+
     # -- what others say -----------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: Message, now_s: float) -> list[Effect]:

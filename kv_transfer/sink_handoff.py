@@ -365,10 +365,16 @@ class SinkHandoff:
 
     # -- timers --------------------------------------------------------------------------------------------------------
 
+    def pass_deadline(self, pool: BlockPool) -> list[Effect]:
+        """The request's time is over. What is DONE has not failed: its router had all that time to take it."""
+        if self.state is SinkState.DONE:
+            return self.end(pool, SinkEvent.DEADLINE_PASSED, "deadline")
+        return self.fail(pool, FailureKind.FATAL, "deadline_exceeded", "the request's deadline has passed", SinkEvent.DEADLINE_PASSED)
+
     def tick(self, pool: BlockPool, now_s: float) -> list[Effect]:
         """Look at the timers, but for READs that are overdue: those concern every transfer of the peer."""
         if self.is_live and now_s >= self.deadline_s:
-            return self.end(pool, SinkEvent.DEADLINE_PASSED, "deadline")
+            return self.pass_deadline(pool)
         if self.needs_source and self.is_heard and now_s >= self.heard_s + self._timers.no_progress_s:
             return self.miss_progress(pool)
         effects: list[Effect] = []

@@ -86,9 +86,9 @@ class Sender:
         self._is_draining = True
 
     def give_up_all(self, message: str, now_s: float) -> None:
-        """Fail what waits or computes. What is sealed completely needs nothing more from this engine, but does from this process."""
-        for sequence, _ in list(self._sequences.live()):
-            self._fail(sequence.transfer, FailureKind.RETRYABLE_ELSEWHERE, "draining", message, now_s)
+        """Fail every hand-off that is not released: what is sealed needs nothing more from the engine, but it does from this process."""
+        for transfer in self._session.live_transfers:
+            self._fail(transfer, FailureKind.RETRYABLE_ELSEWHERE, "draining", message, now_s)
 
     @property
     def num_live(self) -> int:

@@ -210,9 +210,14 @@ class WorkerShell:
         if self._drain_until_s is None or self._state is not WorkerState.DRAINING:
             return
         assert self._role is not None
-        if self._role.num_live == 0:
+        assert self._model is not None
+        is_late = now_s >= self._drain_until_s
+        if self._role.num_live == 0 and (is_late or self._model.pool.num_held == 0):
+            audit = self._model.pool.audit()
+            level = logging.INFO if audit.is_quiesced else logging.WARNING
+            logger.log(level, "drained worker_id=%s held=%d holders=%s", self.me.party_id, audit.num_held, audit.holders)
             self._set_state(WorkerState.QUIET)
-        elif now_s >= self._drain_until_s:
+        elif is_late:
             logger.warning("draining took too long worker_id=%s given_up=%d", self.me.party_id, self._role.num_live)
             self._role.give_up_all("the worker is drained and its time is over", now_s)
 

@@ -35,9 +35,7 @@ from tests.fakes.toy_model import TOY_LAYOUT
 
 SOURCE = Party(PartyKind.PREFILL, "p0", Incarnation(11))
 SINK = Party(PartyKind.DECODE, "d0", Incarnation(22))
-NETWORK = WorkerNetwork(
-    wire=WireConfig(redial_min_s=0.01, redial_max_s=0.02), timers=ProtocolTimers(repeat_s=0.05, read_suspect_s=0.5)
-)
+NETWORK = WorkerNetwork(wire=WireConfig(redial_min_s=0.01, redial_max_s=0.02), timers=ProtocolTimers(repeat_s=0.05, read_suspect_s=0.5))
 
 
 class Side:

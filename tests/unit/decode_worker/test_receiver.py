@@ -191,3 +191,16 @@ def test_every_seal_is_read_once() -> None:
     seals = [message for _, _, message in world.wire.sent if isinstance(message, Seal)]
     assert [(seal.start, seal.end) for seal in seals] == [(0, 16), (16, 32), (32, 48), (48, 60)]
     assert world.decodes[0].reads.bytes_read == sum(len(seal.blocks) for seal in seals) * world.decodes[0].model.memory.block_bytes
+
+
+def test_a_request_whose_deadline_passes_fails_and_leaves_nothing() -> None:
+    world = World()
+    asked = request("a", 20, 100, is_local=True)
+    open_all(world, asked)
+    world.decodes[0].turn(world.now_s)
+    world.pass_time(1000.0)
+    while world.deliver_one():
+        pass
+    assert asked.failure is not None
+    assert asked.failure.code == "deadline_exceeded"
+    world.assert_no_leaks()

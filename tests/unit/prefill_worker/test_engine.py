@@ -204,3 +204,19 @@ def test_an_urgent_request_overtakes_within_the_bound() -> None:
     world.prefills[0].receive(world.router.me.peer_id, urgent, world.now_s + 3.0)
     world.prefills[0].engine.take_commands(world.now_s)
     assert [sequence.transfer.request_id for sequence in world.prefills[0].sequences.waiting] == ["urgent", "a", "bb"]
+
+
+def test_giving_up_also_ends_what_is_sealed_and_not_taken() -> None:
+    world = World(num_prefills=2, seed=1)
+    asked = [request("a" * (1 + i), 20) for i in range(4)]
+    start(world, *asked)
+    prefill = world.prefills[0]
+    while prefill.turn(world.now_s):
+        pass
+    assert prefill.sequences.num_computing == prefill.sequences.num_waiting == 0
+    assert prefill.num_live > 0
+    prefill.sender.start_draining()
+    prefill.sender.give_up_all("stopping", world.now_s)
+    assert prefill.num_live == 0
+    world.settle()
+    assert [each.output for each in asked] == [toy_generate(each.prompt, each.sampling) for each in asked]
