@@ -30,8 +30,8 @@ class TextTokenizer:
         path = directory / "tokenizer.json"
         tree = _read_json(path)
         _check_is_byte_level(tree, path)
-        self._full = Tokenizer.from_str(json.dumps(tree))
-        self._plain = Tokenizer.from_str(json.dumps({**tree, "added_tokens": []}))
+        self._full = _build(tree, path)
+        self._plain = _build({**tree, "added_tokens": []}, path)
         added = tree.get("added_tokens") or []
         for token in added:
             if any(token.get(flag) for flag in TEXT_ONLY_FLAGS):
@@ -75,6 +75,13 @@ def _read_json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError("is not a JSON object", path=str(path))
     return tree
+
+
+def _build(tree: dict[str, Any], path: Path) -> Any:
+    try:
+        return Tokenizer.from_str(json.dumps(tree))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"is no tokenizer: {error}", path=str(path)) from None
 
 
 def _check_is_byte_level(tree: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Defaults, end tokens, seeds and the context's limit."""
+
+import json
+from typing import Any
+
+import pytest
+
+from kv_transfer.errors import InvalidRequest, ModelNotFound, PromptTooLong
+from router.gateway.sampling import ServedModel, check_context, check_prompt_bytes, describe_model, make_sampling
+from router.gateway.schema import CompletionRequest, parse_request
+from router.gateway.tokenizer import TextTokenizer
+
+MODEL = ServedModel(name="glm", max_model_len_tokens=100, num_token_ids=50, eos_token_ids=(7, 8), temperature=0.9, top_p=0.95)
+
+
+def request(**fields: Any) -> CompletionRequest:
+    return parse_request(CompletionRequest, json.dumps({"model": "glm", "prompt": "x", **fields}).encode())
+
+
+def test_the_checkpoints_defaults_are_used(tokenizer: TextTokenizer) -> None:
+    model = describe_model("glm", tokenizer, 0)
+    assert (model.temperature, model.top_p, model.top_k, model.max_model_len_tokens) == (1.0, 0.95, 0, 8192)
+    assert describe_model("glm", tokenizer, 100).max_model_len_tokens == 100
+    assert describe_model("glm", tokenizer, 10**9).max_model_len_tokens == 8192
+
+
+def test_what_is_not_said_is_filled_in() -> None:
+    sampling = make_sampling(request(), MODEL, 5)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.max_tokens) == (0.9, 0.95, 0, (7, 8), 5)
+    sampling = make_sampling(request(temperature=0, top_p=0.5, top_k=-1), MODEL, 5)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.0, 0.5, 0)
+
+
+def test_a_seed_is_kept_or_minted() -> None:
+    assert make_sampling(request(seed=5), MODEL, 1).seed == 5
+    assert 0 <= make_sampling(request(seed=-1), MODEL, 1).seed < 2**63
+    assert make_sampling(request(), MODEL, 1).seed != make_sampling(request(), MODEL, 1).seed
+
+
+def test_end_tokens_are_the_models_and_the_clients() -> None:
+    assert make_sampling(request(stop_token_ids=[9, 7]), MODEL, 1).stop_token_ids == (7, 8, 9)
+    assert make_sampling(request(ignore_eos=True), MODEL, 1).stop_token_ids == ()
+    assert make_sampling(request(ignore_eos=True, stop_token_ids=[7]), MODEL, 1).stop_token_ids == (7,)
+
+
+def test_the_context_is_prompt_and_output() -> None:
+    assert check_context(60, 40, 100, "prompt") == 40
+    assert check_context(60, None, 100, "prompt") == 40
+    assert check_context(100, 0, 100, "prompt") == 0
+    with pytest.raises(PromptTooLong, match=r"60 tokens .* 41 more, together 101; .* 100"):
+        check_context(60, 41, 100, "prompt")
+    with pytest.raises(PromptTooLong, match="100"):
+        check_context(100, None, 100, "messages")
+    with pytest.raises(InvalidRequest, match="empty"):
+        check_context(0, 5, 100, "prompt")
+
+
+def test_a_hopeless_text_is_refused_before_it_is_read() -> None:
+    check_prompt_bytes(1000, 10, 100, "prompt")
+    with pytest.raises(PromptTooLong, match="at least 101"):
+        check_prompt_bytes(1001, 10, 100, "prompt")
+
+
+def test_another_model_is_not_found() -> None:
+    MODEL.check_name("glm")
+    with pytest.raises(ModelNotFound) as caught:
+        MODEL.check_name("gpt")
+    assert (caught.value.param, caught.value.http_status) == ("model", 404)
