@@ -148,8 +148,8 @@ def _check_tensor(config: GlmConfig, name: str, spec: TensorSpec, stored: Mappin
 def checkpoint_digest(directory: Path, *, small_file_bytes: int = SMALL_FILE_BYTES) -> str:
     """Digest of configuration and weights, 32 hex characters; the weights version that peers compare.
 
-    Files over `small_file_bytes` count by their header and 64 evenly spaced pages, so that a checkpoint of many hundred GB costs milliseconds
-    per file; two checkpoints of equal shapes that differ nowhere in those pages would pass as one.
+    Files over `small_file_bytes` count by their header and 64 evenly spaced pages, so that a checkpoint of many hundred GB costs
+    milliseconds per file; two checkpoints of equal shapes that differ nowhere in those pages would pass as one.
     Raises ConfigError for an unreadable file.
     """
     directory = Path(directory)

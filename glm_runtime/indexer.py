@@ -13,7 +13,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import list_all_visible
 from glm_runtime.numerics import Numerics
 from glm_runtime.ops.fused_norm_rope import IndexKeyNorm, store_index_keys
-from glm_runtime.ops.index_logits import index_logits
+from glm_runtime.ops.index_logits import KEY_TILE_TOKENS, index_logits
 from glm_runtime.ops.select_topk import select_topk
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import rotate_interleaved
@@ -26,6 +26,9 @@ KEY_NORM_EPS = 1e-6
 _SCORE_BYTES_PER_ELEMENT = 24
 """fp32 score, int32 rank, int64 key and its top-k copy, per row and token: what the budget must hold."""
 
+_ROWS_AT_ONCE = 256
+"""Rows of a long chunk that are scored together read only the tiles of keys up to the last of them, not up to the chunk's end."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Indexer:
@@ -34,7 +37,7 @@ class Indexer:
     config: GlmConfig
     weights: IndexerWeights
     numerics: Numerics
-    scratch_bytes: int = 64 << 20
+    scratch_bytes: int = 32 << 20
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Raw keys and head weights from one product: [T, D] and [T, H] fp32, the latter scaled by H^-1/2 D^-1/2.
@@ -78,14 +81,16 @@ class Indexer:
         """Fill in the lists of one rectangle, a few rows at a time."""
         num_sequences, num_rows = scored.rows.shape
         context = scored.block_tables.shape[1] * region.block_size_tokens
-        at_once = max(1, self.scratch_bytes // (context * _SCORE_BYTES_PER_ELEMENT))
+        at_once = max(1, min(_ROWS_AT_ONCE, self.scratch_bytes // (context * _SCORE_BYTES_PER_ELEMENT)))
         sequence_step, row_step = max(1, at_once // num_rows), min(at_once, num_rows)
         for first in range(0, num_sequences, sequence_step):
             sequences = slice(first, first + sequence_step)
             for row in range(0, num_rows, row_step):
                 piece = (sequences, slice(row, row + row_step))
                 rows, positions = scored.rows[piece], scored.positions[piece]
-                scores = self.score(queries[rows], weights[rows], region, scored.block_tables[sequences], positions)
+                num_blocks = -(-(int(positions.max()) + 1) // KEY_TILE_TOKENS) * (KEY_TILE_TOKENS // region.block_size_tokens)
+                tables = scored.block_tables[sequences, :num_blocks]
+                scores = self.score(queries[rows], weights[rows], region, tables, positions)
                 lists[rows.reshape(-1)] = select_topk(scores.flatten(0, 1), positions.reshape(-1) + 1, self.config.index_topk)
 
     def score(self, queries: Tensor, weights: Tensor, region: CacheRegion, block_tables: Tensor, positions: Tensor) -> Tensor:
