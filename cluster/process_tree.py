@@ -6,6 +6,8 @@ Linux only, as the rest of the cluster.
 import ctypes
 import os
 import signal
+import subprocess
+from collections.abc import Collection, Iterable, Sequence
 
 import psutil
 
@@ -24,6 +26,22 @@ def die_with_parent(parent_pid: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, so that `end_descendants` misses nobody."""
     _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_reaper(pids: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """Start a process that waits for this one's end, however it comes, and then kills `pids`. Terminate it when they have ended."""
+    command = ["/bin/sh", "-c", 'cat > /dev/null; kill -9 "$@" 2> /dev/null', "reaper", *(str(pid) for pid in pids)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def find_children(names: Collection[str]) -> list[psutil.Process]:
+    """The direct children of this process with these names."""
+    return [child for child in psutil.Process().children() if child.name() in names]
+
+
+def find_ended(processes: Iterable[psutil.Process]) -> list[int]:
+    """The pids of those that have ended; a zombie has."""
+    return [process.pid for process in processes if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE]
 
 
 def end_descendants(grace_s: float) -> list[int]:

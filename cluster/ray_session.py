@@ -12,7 +12,13 @@ import os
 import secrets
 from pathlib import Path
 
+import psutil
+
 NAMESPACE = "glm-cluster"
+GCS_RECONNECT_S = 5
+"""A lost control store does not come back here: whoever waits for it shall end soon, not after a minute."""
+CORE_PROCESSES = frozenset({"gcs_server", "raylet"})
+"""Without them no worker can be watched or started."""
 MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray refuses less than about 75 MiB. Nothing is ever put there: no Ray object is on the path of a request."""
 
@@ -26,6 +32,7 @@ def set_ray_environment() -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(GCS_RECONNECT_S)  # noqa: SIM112 - Ray spells it so
     os.environ.pop("RAY_ADDRESS", None)
 
 
@@ -46,6 +53,16 @@ def start_ray(run_dir: Path, num_cpus: float, object_store_bytes: int) -> None:
         _temp_dir=str(run_dir / "ray"),
         _node_ip_address="127.0.0.1",
     )
+
+
+def find_agents() -> list[int]:
+    """The pids of Ray's agents below this process: the only ones that outlive their raylet for long (a minute) when it is killed."""
+    return [process.pid for process in psutil.Process().children(recursive=True) if _is_agent(" ".join(process.cmdline()))]
+
+
+def _is_agent(command: str) -> bool:
+    """Before and after the agent has given itself another title."""
+    return (command.startswith("ray::") and "Agent" in command) or "/dashboard/agent.py" in command or "/agent/main.py" in command
 
 
 def stop_ray() -> None:

@@ -12,11 +12,14 @@ import dataclasses
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cluster import process_tree, ray_session, run_state
 from cluster.config import ServeConfig
@@ -28,7 +31,7 @@ from cluster.progress import Progress
 from cluster.reconcile import backoff_s
 from cluster.run_state import RunState
 from cluster.worker_spec import WorkerSpec
-from kv_transfer.errors import ServingError
+from kv_transfer.errors import ServingError, WorkerError
 from router.config import GatewayProcessConfig
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,12 @@ READY_POLL_S = 0.1
 GATEWAY_EXIT_GRACE_S = 3.0
 """What the gateway gets beyond its own drain time to close its connections and end."""
 LEFTOVER_GRACE_S = 3.0
+
+
+class RayLost(WorkerError):
+    """Ray's own processes have ended."""
+
+    code = "ray_lost"
 
 
 class Supervisor:
@@ -58,6 +67,8 @@ class Supervisor:
         self._gateway: GatewayProcess | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._has_lost_ray = False
+        self._reaper: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> int:
         """Serve until a signal comes or the start fails. Returns the process's exit code; nothing is left running either way."""
@@ -141,17 +152,27 @@ class Supervisor:
         await self._call_ray(ray_session.start_ray, self._run_dir, count_cpus(self._plans), cluster.object_store_bytes)
         self._handle_signals()
         self._progress.event("Ray runs; starting workers")
+        self._reaper = process_tree.start_reaper(ray_session.find_agents())
+        ray_processes = process_tree.find_children(ray_session.CORE_PROCESSES)
         await self._fleet.place()
         announcing = asyncio.ensure_future(self._announce_when_ready())
         try:
             while True:
                 self._fleet.changed.clear()
+                self._check_ray(ray_processes)
                 await self._fleet.tick()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(cluster.tick_s):
                         await self._fleet.changed.wait()
         finally:
             await _cancel(announcing)
+
+    def _check_ray(self, processes: list[psutil.Process]) -> None:
+        """Raise RayLost when Ray itself has died: workers die with it, and nobody could start new ones."""
+        ended = process_tree.find_ended(processes)
+        if ended:
+            self._has_lost_ray = True
+            raise RayLost(f"Ray has died (pid {ended[0]}); its logs are in {self._run_dir}/ray/session_latest/logs")
 
     async def _announce_when_ready(self) -> None:
         gateway = self._gateway
@@ -198,15 +219,18 @@ class Supervisor:
         self._stop.set()
         with contextlib.suppress(OSError):
             await self._end_gateway()
-        killed = await self._fleet.stop_all(self._config.cluster.restart.stop_grace_s, self._hurry)
-        if killed:
-            self._progress.event(f"killed, as they did not stop in time: {', '.join(killed)}")
-        await self._call_ray(ray_session.stop_ray)
+        if not self._has_lost_ray:  # its calls would wait for it
+            killed = await self._fleet.stop_all(self._config.cluster.restart.stop_grace_s, self._hurry)
+            if killed:
+                self._progress.event(f"killed, as they did not stop in time: {', '.join(killed)}")
+            await self._call_ray(ray_session.stop_ray)
         await self._directory.close()
         loop = asyncio.get_running_loop()
         stubborn = await loop.run_in_executor(None, process_tree.end_descendants, LEFTOVER_GRACE_S)
         if stubborn:
             logger.warning("processes killed at the end pids=%s", stubborn)
+        if self._reaper is not None:
+            self._reaper.wait()
         run_state.close_run_dir(self._run_dir)
         self._progress.event("stopped")
 
