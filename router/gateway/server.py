@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import socket
+from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -53,6 +54,11 @@ class GatewayServer(uvicorn.Server):
                 backlog=BACKLOG,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        """A signal was received: end in order. A second one hurries. Unlike uvicorn's own, the process then ends with code 0."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""

@@ -75,6 +75,7 @@ class Faults:
     is_mute: bool = False
     num_busy: int = 0
     fail_next: tuple[FailureKind, str, str] | None = None
+    fail_at_index: tuple[int, FailureKind, str] | None = None
     repeats_frames: bool = False
     ignores_cancel: int = 0
 
@@ -255,7 +256,7 @@ class FakeWorker:
         prompt, emitted = tokens[: opened.num_prompt_tokens], tokens[opened.num_prompt_tokens :]
         while sequence.finish is None:
             index = opened.first_index + len(sequence.output)
-            if self._strike(index):
+            if self._strike(transfer, sequence, index):
                 return
             token = self.cluster.model(prompt, [*emitted, *sequence.output])
             sequence.output.append(token)
@@ -271,10 +272,14 @@ class FakeWorker:
                     self._emit(transfer, sequence, max(index - 2, opened.first_index))
             await asyncio.sleep(self.cluster.step_s)
 
-    def _strike(self, index: int) -> bool:
+    def _strike(self, transfer: TransferId, sequence: Sequence_, index: int) -> bool:
         if self.faults.crash_at_index == index:
             self.faults.crash_at_index = None
             self._spawn(self.crash())
+            return True
+        if self.faults.fail_at_index is not None and self.faults.fail_at_index[0] == index:
+            (_, kind, code), self.faults.fail_at_index = self.faults.fail_at_index, None
+            sequence.link.post(Failed(transfer, kind, code, "internal words"))
             return True
         if self.faults.mute_at_index == index:
             self.faults.mute_at_index = None
