@@ -41,7 +41,7 @@ class Oracle:
     """Loads a checkpoint directory once; runs prompts one at a time, without cache and without padding.
 
     has_exact_angles: replace its rotary angles, which it forms in fp32, by ones formed in fp64. On the shipped checkpoint their
-    error alone moves logits by 5e-5 to 1e-4 of the largest at 800 tokens and more (measured), beyond the tolerance.
+    error alone moves logits by 1e-5 to 1e-4 of the largest, more with longer contexts (measured), beyond the tolerance.
     """
 
     def __init__(self, directory: Path, *, has_exact_angles: bool = False) -> None:
