@@ -1,0 +1,1 @@
+"""Does a person see it? Pages in headless Chromium."""
