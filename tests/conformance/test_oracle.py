@@ -25,6 +25,12 @@ from tests.conformance.tolerances import LOGITS_OF_LARGEST
 from tests.glm_checkpoints import GROUPED_FIELDS, SMALL_FIELDS, TINY, write_checkpoint
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Small products gain nothing from a second thread, and lose much when another process wants the core."""
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A checkpoint with the oracle's answers for some prompts on it, and our runtime loaded from the same files."""
