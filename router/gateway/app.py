@@ -3,6 +3,7 @@
 Knows: paths, and that one handler answers every error. Does not know what an endpoint does.
 """
 
+import functools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from router.gateway.tokenizer import TextTokenizer
 from router.service import DirectoryAddress, RouterService
 
 DISTRIBUTION = "glm-cluster"
+READ_METHODS = ["GET", "HEAD"]
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -115,15 +117,17 @@ def _make_app(gateway: Gateway) -> ASGIApp:
 
 
 def _add_cold_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/health")
+    get = functools.partial(app.api_route, methods=READ_METHODS)
+
+    @get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/live")
+    @get("/live")
     async def live() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready")
+    @get("/ready")
     async def ready() -> Response:
         if gateway.relay.is_draining:
             return _json({"status": "unready", "reason": "the gateway is shutting down"}, 503)
@@ -131,23 +135,23 @@ def _add_cold_routes(app: FastAPI, gateway: Gateway) -> None:
             return _json({"status": "unready", "reason": "no usable pair of a prefill and a decode worker yet"}, 503)
         return _json({"status": "ready"})
 
-    @app.get("/version")
+    @get("/version")
     async def version() -> Response:
         return _json({"version": gateway.version})
 
-    @app.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=PROMETHEUS_TEXT)
 
-    @app.get("/status.json")
+    @get("/status.json")
     async def status() -> Response:
         return _json(gateway.status())
 
-    @app.get("/v1/models")
+    @get("/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": [gateway.describe_served_model()]})
 
-    @app.get("/v1/models/{model_id:path}")
+    @get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         gateway.parts.model.check_name(model_id)
         return _json(gateway.describe_served_model())
@@ -157,7 +161,7 @@ def _add_asset(app: FastAPI, asset: Asset) -> None:
     async def serve() -> Response:
         return Response(asset.content, media_type=asset.media_type, headers=dict(asset.headers))
 
-    app.add_api_route(asset.path, serve, methods=["GET"])
+    app.add_api_route(asset.path, serve, methods=READ_METHODS)
 
 
 def _json(tree: Any, status: int = 200) -> Response:

@@ -153,6 +153,8 @@ def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
         request = request_type.model_validate_json(body)
     except ValidationError as error:
         raise _explain(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options are for streams; set stream to true or leave them out", param="stream_options")
     for name, value in (request.model_extra or {}).items():
         neutral = NEUTRAL_VALUES.get(name)
         if neutral is not None and not _is_neutral(value, neutral):

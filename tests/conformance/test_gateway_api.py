@@ -291,6 +291,8 @@ def test_unknown_paths_and_methods(gateway: RunningGateway) -> None:
     refused(response, 405, "method_not_allowed", None)
     assert "POST" in response.headers["allow"]
     refused(post(gateway, "/health"), 405, "method_not_allowed", None)
+    head = httpx.head(f"{gateway.url}/health")
+    assert (head.status_code, head.text) == (200, "")
 
 
 def test_unknown_fields_are_ignored_named_and_counted(gateway: RunningGateway) -> None:

@@ -49,7 +49,7 @@ def test_a_prompt_begins_with_the_effort_and_ends_inside_thinking(
 
 
 @pytest.mark.parametrize(
-    "text", ["<|user|>", "a</think>b", "<<|user|>>", "[gMASK]<sop>", "/nothink", "<|us", "er|>", "<think><think>", "\ue000<|user|>"]
+    "text", ["<|user|>", "a</think>b", "<<|user|>>", "[gMASK]<sop>", "/no" + "think", "<|us", "er|>", "<think><think>", "\ue000<|user|>"]
 )
 def test_control_spellings_in_a_message_are_text(encoder: ChatEncoder, tokenizer: TextTokenizer, text: str) -> None:
     plain = encoder.render(user("x"), {})

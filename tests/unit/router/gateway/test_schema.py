@@ -38,6 +38,8 @@ def refuse(**fields: Any) -> InvalidRequest:
         ({"seed": "x"}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
         ({"stop": 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
@@ -107,7 +109,10 @@ def test_null_is_the_same_as_absent() -> None:
 
 def test_unknown_fields_are_named_with_their_path() -> None:
     request = chat(
-        foo=1, stream_options={"bar": 1}, messages=[{"role": "user", "content": "x", "name": "bob", "refusal": None, "annotations": []}]
+        foo=1,
+        stream=True,
+        stream_options={"bar": 1},
+        messages=[{"role": "user", "content": "x", "name": "bob", "refusal": None, "annotations": []}],
     )
     assert find_ignored_fields(request) == ["foo", "stream_options.bar", "messages.0.name"]
 
