@@ -64,7 +64,7 @@ def test_a_cached_prefix_is_sealed_at_once_as_the_first_chunk() -> None:
     first = request("a", 40)
     start(world, first)
     world.settle()
-    second = BenchRequest(RequestId("second"), first.prompt + [1, 2, 3], first.sampling)
+    second = BenchRequest(RequestId("second"), [*first.prompt, 1, 2, 3], first.sampling)
     world.decodes[0].model.pool.allocate(
         40, holder := Holder(HolderKind.REQUEST, "test")
     )  # the decode worker's cache is evicted, the source's is not
