@@ -45,6 +45,7 @@ class GatewayServer(uvicorn.Server):
                 port=config.port,
                 http=NoDelayProtocol,
                 ws="none",
+                proxy_headers=False,
                 lifespan="on",
                 log_config=None,
                 access_log=False,

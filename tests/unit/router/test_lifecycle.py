@@ -2,15 +2,19 @@
 
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kv_transfer.handoff import IllegalTransition, advance
 from kv_transfer.messages import WorkerState
+from kv_transfer.state_diagrams import Diagram, draw
 from router.lifecycle import REQUEST_TRANSITIONS, TERMINAL_STATES, RequestEvent, RequestState
 from router.registry import WORKER_TRANSITIONS, WorkerEvent
+from router.state_diagrams import DIAGRAMS
 
+STATES = Path(__file__).parent.parent.parent.parent / "docs" / "states"
 TABLES: list[Any] = [
     pytest.param(REQUEST_TRANSITIONS, RequestState.NEW, RequestEvent, id="request"),
     pytest.param(WORKER_TRANSITIONS, WorkerState.PENDING, WorkerEvent, id="worker"),
@@ -53,6 +57,11 @@ def test_what_is_absent_is_illegal(table: Table, start: Enum, events: type[Enum]
             else:
                 with pytest.raises(IllegalTransition):
                     advance(table, state, event)
+
+
+@pytest.mark.parametrize("diagram", DIAGRAMS, ids=lambda diagram: diagram.file_name)
+def test_the_drawings_are_not_stale(diagram: Diagram) -> None:
+    assert (STATES / diagram.file_name).read_text(encoding="utf-8") == draw(diagram), "stale: run `python -m router.state_diagrams`"
 
 
 def test_a_request_has_two_ends() -> None:
