@@ -37,7 +37,7 @@ from kv_transfer.identity import (
 )
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import HandoffRecord, Message, OpenSink, PeerOffer, SamplingParameters, StartSource, WorkerAddress
-from kv_transfer.pool_memory import PoolMemory
+from kv_transfer.pool_memory import NUM_PROBE_BLOCKS, PoolMemory
 from kv_transfer.session import SinkSession, SourceSession
 from kv_transfer.transports.loopback import CALM, FaultPlan, LoopbackFabric, LoopbackTransport
 
@@ -65,6 +65,16 @@ def component_bytes(tokens: PackedTokens, block: int, component: int) -> bytes:
     return (hashlib.sha256(bytes([component]) + tokens[:end]).digest() * 2)[:COMPONENT_BYTES]
 
 
+def block_bytes(tokens: PackedTokens, block: int) -> bytes:
+    """What a block holds."""
+    return b"".join(component_bytes(tokens, block, component) for component in range(NUM_COMPONENTS))
+
+
+def party_of(peer: PeerId) -> str:
+    """The name without the start."""
+    return peer.partition("@")[0]
+
+
 @dataclass
 class Step:
     """A launched step of the source: computes tokens [start, end), one component store at a time, then completes."""
@@ -87,6 +97,16 @@ class SourceSequence:
     num_sealed: int = 0
     blocks: list[BlockId] = field(default_factory=list)
     is_admitted: bool = False
+
+
+class SmallMemory(PoolMemory):
+    """A pool's bytes on the Python heap: thousands of pairs are made, and a real mapping is never given back."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_bytes = BLOCK_BYTES
+        self.base_address = 0
+        self.buffer = memoryview(bytearray((num_blocks + NUM_PROBE_BLOCKS) * BLOCK_BYTES))
 
 
 class HandoffPair:
@@ -132,7 +152,7 @@ class HandoffPair:
         self.source_peer = peer_id("prefill-0", self.source_incarnation)
         self.source_pool = BlockPool(self.num_source_blocks, BLOCK_SIZE)
         self.source = self.source_type(self.source_pool, self.source_incarnation, self.timers, LAYOUT.component_mask)
-        self.source_memory = PoolMemory(self.num_source_blocks, BLOCK_BYTES)
+        self.source_memory = SmallMemory(self.num_source_blocks)
         self.source_transport = LoopbackTransport(self.fabric, self.source_peer, self.source_memory, num_components=NUM_COMPONENTS)
         self.sequences: dict[TransferId, SourceSequence] = {}
         self.steps: list[Step] = []
@@ -149,7 +169,7 @@ class HandoffPair:
         self.sink_peer = peer_id("decode-0", self.sink_incarnation)
         self.sink_pool = BlockPool(self.num_sink_blocks, BLOCK_SIZE)
         self.sink = self.sink_type(self.sink_pool, self.sink_incarnation, self.timers, LAYOUT, self.fabric.plan.destroying_proven)
-        self.sink_memory = PoolMemory(self.num_sink_blocks, BLOCK_BYTES)
+        self.sink_memory = SmallMemory(self.num_sink_blocks)
         self.sink_transport = LoopbackTransport(
             self.fabric, self.sink_peer, self.sink_memory, num_components=NUM_COMPONENTS, owner_of=self.owner_of_sink_block
         )
@@ -274,6 +294,14 @@ class HandoffPair:
         step.num_stored += 1
         return True
 
+    def has_right_prefix(self, step: Step) -> bool:
+        """Whether the blocks that the step attends to hold what they should: what it stores depends on them."""
+        tokens = self.opened[step.transfer].tokens
+        for block in range(step.start // BLOCK_SIZE):
+            if bytes(self.source_memory.block(step.touched[block])) != block_bytes(tokens, block):
+                return False
+        return True
+
     def complete(self, step: Step, *, record_index: int | None = None) -> None:
         """The step's last store is done: publish, seal, and after the last chunk complete."""
         while self.store(step):
@@ -344,17 +372,18 @@ class HandoffPair:
         tokens = self.opened[transfer].tokens
         table = self.sink.block_table(transfer)
         for block in range(-(-count_tokens(tokens) // BLOCK_SIZE)):
-            expected = b"".join(component_bytes(tokens, block, component) for component in range(NUM_COMPONENTS))
-            assert bytes(self.sink_memory.block(table[block])) == expected, f"block {block} of {transfer} holds foreign bytes"
+            assert bytes(self.sink_memory.block(table[block])) == block_bytes(tokens, block), (
+                f"block {block} of {transfer} holds foreign bytes"
+            )
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
-        """Deliver one message; with `keep` it stays on the wire, to be delivered again."""
+        """Deliver one message; with `keep` it stays on the wire, to be delivered again. It reaches whoever has the name now."""
         sender, receiver, message = self.wire[index] if keep else self.wire.pop(index)
-        if receiver == self.source_peer:
+        if party_of(receiver) == party_of(self.source_peer):
             self.do("source", self.source.receive(sender, message, self.now_s))
-        elif receiver == self.sink_peer:
+        else:
             self.do("sink", self.sink.receive(sender, message, self.now_s))
 
     def on_wire(self, kind: type) -> list[int]:
