@@ -44,7 +44,7 @@ serve: $(STAMP)
 	@exec $(BIN)/glm-cluster serve --port $(PORT) $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not browser" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)

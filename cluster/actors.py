@@ -5,7 +5,6 @@ this module imports Ray, so the supervisor does it late, on its Ray thread, afte
 """
 
 import logging
-import logging.config
 import os
 import sys
 import threading
@@ -21,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement import GroupPlan
 from cluster.process_tree import die_with_parent
-from cluster.worker_spec import WorkerService, WorkerSpec, make_service, read_logging_config
+from cluster.worker_spec import WorkerService, WorkerSpec, configure_logging, make_service
 from kv_transfer.errors import ConfigError
 from kv_transfer.identity import WorkerId
 
@@ -35,7 +34,7 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec) -> None:
         die_with_parent(os.getppid())  # the raylet; Ray's own check asks whether pid 1 has adopted it, which need not be so
         _write_output_to(Path(spec.log_file))
-        logging.config.dictConfig(read_logging_config(Path(spec.logging_config_file)))
+        configure_logging(Path(spec.logging_config_file))
         self._spec = spec
         self._service: WorkerService | None = None
         self._lock = threading.Lock()

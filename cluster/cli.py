@@ -7,7 +7,6 @@ Knows: commands and options. What they do lives in the modules that they import 
 import argparse
 import asyncio
 import logging
-import logging.config
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -129,9 +128,9 @@ def _status(options: argparse.Namespace) -> int:
 
 def _log_to(log_file: Path, logging_config_file: Path) -> None:
     """The shipped logging configuration writes to stderr; here the terminal belongs to the progress lines."""
-    from cluster.worker_spec import read_logging_config
+    from cluster.worker_spec import configure_logging
 
-    logging.config.dictConfig(read_logging_config(logging_config_file))
+    configure_logging(logging_config_file)
     stream = log_file.open("a", encoding="utf-8", buffering=1)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):

@@ -1,9 +1,10 @@
 """What a worker's process is told, and how its service is made from it. No Ray; torch comes with the service only."""
 
 import json
+import logging.config
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.config import ServeConfig
 from cluster.placement import Role
@@ -57,12 +58,9 @@ def make_service(spec: WorkerSpec) -> WorkerService:
     return DecodeService(identity, config.runtime, config.decode, network)
 
 
-def read_logging_config(path: Path) -> dict[str, Any]:
-    """A logging.config dictionary. Raises ConfigError naming the file."""
+def configure_logging(path: Path) -> None:
+    """Set logging up from a JSON file with a logging.config dictionary. Raises ConfigError naming the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(f"is no logging configuration: {error}", path=str(path)) from None
-    if not isinstance(found, dict):
-        raise ConfigError("is no logging configuration: a JSON object is needed", path=str(path))
-    return found

@@ -1,7 +1,7 @@
 """What all tests share: hypothesis's fixed profile and the one running cluster of the session."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -39,6 +39,16 @@ def cluster(shared_cluster: RunningCluster) -> Iterator[RunningCluster]:
     shared_cluster.wait_until_serving()
     yield shared_cluster
     shared_cluster.wait_until_quiescent()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the ends of all logs of the shared cluster with a test that failed on it."""
+    report = yield
+    running = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and running is not None:
+        report.sections.append(("logs of the cluster", running.log_tails()))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,10 @@ class RunningCluster:
         """Signal `serve`, wait for its end and check that no process of it is left."""
         below = [] if self.process.poll() is not None else psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(number)
+        self.wait_for_end(below)
+
+    def wait_for_end(self, below: Sequence[psutil.Process]) -> str:
+        """Wait for the end of `serve`, which was told to stop, and check that no process below it is left. Returns its output."""
         try:
             code = self.process.wait(STOP_TIMEOUT_S)
         finally:
@@ -129,6 +133,7 @@ class RunningCluster:
             shutil.rmtree(self.temp_dir, ignore_errors=True)
         assert code == 0, f"serve ended with {code}:\n{output}"
         assert not left, f"left behind: {left}\n{output}"
+        return output
 
     def log_tails(self, num_lines: int = 15) -> str:
         """The last lines of every log of the run, for the message of a failed test."""
