@@ -5,6 +5,7 @@ Everything runs on the supervisor's loop, except Ray's calls, which run one afte
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
+KILL_GRACE_S = 5.0
 LOG_TAIL_LINES = 12
 
 RayCall = Callable[..., Awaitable[Any]]
@@ -108,21 +110,23 @@ class WorkerFleet:
     async def stop_all(self, grace_s: float, hurry: asyncio.Event) -> list[WorkerId]:
         """Stop every worker, kill those that have not ended after `grace_s` or once `hurry` is set. Returns the killed ones."""
         self.desired = []
-        actors = dict(self._actors)
-        for worker_id in actors:
-            await self._stop(worker_id)
-        ends = [asyncio.ensure_future(asyncio.wrap_future(actor.ended)) for actor in actors.values()]
-        if not ends:
-            return []
-        waiting = asyncio.ensure_future(asyncio.wait(ends, timeout=grace_s))
-        hurrying = asyncio.ensure_future(hurry.wait())
-        await asyncio.wait([waiting, hurrying], return_when=asyncio.FIRST_COMPLETED)
-        hurrying.cancel()
-        late = [worker_id for worker_id, actor in actors.items() if not actor.ended.done()]
-        for worker_id in actors:
+        for worker_id, actor in self._actors.items():
+            if not actor.ended.done():
+                await self._stop(worker_id)
+        await self._wait_for_ends(grace_s, hurry)
+        late = [worker_id for worker_id, actor in self._actors.items() if not actor.ended.done()]
+        for worker_id in self._actors:
             await self._kill(worker_id)
-        await asyncio.gather(waiting, *ends, return_exceptions=True)
+        await self._wait_for_ends(KILL_GRACE_S, asyncio.Event())
         return late
+
+    async def _wait_for_ends(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Until no actor runs, `grace_s` is over or `hurry` is set; whoever sets it sets `changed` as well."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while not hurry.is_set() and any(not actor.ended.done() for actor in self._actors.values()):
+                    self.changed.clear()
+                    await self.changed.wait()
 
     def _state(self, worker_id: WorkerId) -> WorkerState | None:
         seen = self._observed.get(worker_id)
@@ -187,11 +191,14 @@ class WorkerFleet:
         else:
             reason = describe_end(future.exception())
             logger.warning("worker lost worker_id=%s failures=%s reason=%s", worker_id, self._observed[worker_id].failures, reason)
-            self._tell(f"{worker_id} is gone: {reason}")
+            self._tell(f"{worker_id} is gone: {reason}; its log: {self._log_file(worker_id)}")
         self._ended.append(actor)
 
+    def _log_file(self, worker_id: WorkerId) -> Path:
+        return Path(self._make_spec(self._plans[worker_id]).log_file)
+
     def _tail(self, worker_id: WorkerId) -> str:
-        log_file = Path(self._make_spec(self._plans[worker_id]).log_file)
+        log_file = self._log_file(worker_id)
         try:
             lines = log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         except OSError:
@@ -204,6 +211,8 @@ def describe_end(error: BaseException | None) -> str:
     if error is None:
         return "its service has ended"
     cause = getattr(error, "cause", None) or error
+    if type(cause).__name__ == "ActorDiedError":
+        return "its process has died"
     if isinstance(cause, ConfigError):
         return str(cause)
     first_line = next((line for line in str(cause).splitlines() if line.strip()), "")

@@ -12,8 +12,8 @@ from kv_transfer.errors import ConfigError
 
 MIB = 1024 * 1024
 MAX_SOCKET_PATH_BYTES = 107
-RAY_SOCKET_BELOW_STATE_DIR = "1234567/ray/session_2026-11-30_12-00-00_123456_1234567/sockets/plasma_store"
-"""How long such a path is, below the state directory."""
+RAY_SOCKET_BELOW_STATE_DIR = "r{pid}/ray/session_2026-11-30_12-00-00_123456_{pid}/sockets/plasma_store"
+"""What such a path looks like, below the state directory."""
 NEEDED_DISK_BYTES = 256 * MIB
 """Ray's session folder, its shared memory file where /dev/shm is too small, and logs."""
 
@@ -31,10 +31,7 @@ def check_machine(config: ServeConfig) -> None:
 def check_port(host: str, port: int) -> None:
     """Raise ConfigError when nobody could listen there."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        with _bind(host, port) as probe:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(
@@ -47,9 +44,21 @@ def choose_port(config: ServeConfig) -> ServeConfig:
     """The configuration with a free port in the place of 0: a gateway that is started again must be found where it was."""
     if config.gateway.port != 0:
         return config
-    with socket.create_server((config.gateway.host, 0)) as probe:
+    with _bind(config.gateway.host, 0) as probe:
         port = int(probe.getsockname()[1])
     return dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, port=port))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def check_memory(config: ServeConfig) -> None:
@@ -66,7 +75,7 @@ def check_memory(config: ServeConfig) -> None:
 
 def check_socket_paths(state_dir: Path) -> None:
     """Raise ConfigError when the paths of Ray's sockets below the state directory would be longer than the system allows."""
-    longest = f"{state_dir.absolute()}/{RAY_SOCKET_BELOW_STATE_DIR}"
+    longest = f"{state_dir.absolute()}/{RAY_SOCKET_BELOW_STATE_DIR.format(pid=os.getpid())}"
     if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(
             f"{state_dir} is too long: Ray's socket paths below it may have {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one",

@@ -6,6 +6,7 @@ what runs. A run folder holds the secret, the gateway's configuration and logs; 
 
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -20,6 +21,8 @@ from kv_transfer.errors import ConfigError
 STATE_FILE = "run.json"
 SECRET_FILE = "secret"
 SECRET_BYTES = 32
+RUN_DIR_NAME = re.compile(r"r(?P<pid>[0-9]+)")
+"""A run's folder is named after its supervisor's pid; short, since socket paths lie below it."""
 ENDED_RUNS_KEPT = 5
 """Folders of ended runs that stay for their logs."""
 
@@ -43,7 +46,10 @@ def default_state_dir() -> Path:
 
 
 def open_state_dir(path: Path) -> Path:
-    """Create the directory if need be, for its owner only. Raises ConfigError when it belongs to somebody else or cannot be made."""
+    """Create the directory if need be, for its owner only; one that exists is left as it is, whatever else lies in it.
+
+    Raises ConfigError when it belongs to somebody else or cannot be made.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.lstat()
@@ -51,17 +57,16 @@ def open_state_dir(path: Path) -> Path:
         raise ConfigError(f"the state directory cannot be made: {error.strerror}", path=str(path)) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError("the state directory is not a directory of this user; remove it or choose another one", path=str(path))
-    path.chmod(0o700)
     return path
 
 
 def make_run_dir(state_dir: Path) -> Path:
-    """A new folder for this process's run. Folders of ended runs beyond the newest few are removed."""
+    """A new folder for this process's run, readable by its owner only. Folders of ended runs beyond the newest few are removed."""
     open_state_dir(state_dir)
-    ended = sorted((run_dir for run_dir in state_dir.iterdir() if run_dir.is_dir() and not _is_alive(run_dir)), key=_age)
+    ended = sorted((run_dir for run_dir in _run_dirs(state_dir) if not _is_alive(run_dir)), key=_age)
     for run_dir in ended[: max(0, len(ended) - ENDED_RUNS_KEPT)]:
         shutil.rmtree(run_dir, ignore_errors=True)
-    run_dir = state_dir / str(os.getpid())
+    run_dir = state_dir / f"r{os.getpid()}"
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(mode=0o700)
     (run_dir / "logs").mkdir()
@@ -105,13 +110,18 @@ def find_runs(state_dir: Path) -> list[RunState]:
     if not state_dir.is_dir() or state_dir.stat().st_uid != os.getuid():
         return []
     running = []
-    for run_dir in state_dir.iterdir():
+    for run_dir in _run_dirs(state_dir):
         state = _read(run_dir)
         if state is not None and process_started_at_s(state.pid) == state.process_started_at_s:
             running.append(state)
         elif (run_dir / STATE_FILE).exists():
             close_run_dir(run_dir)
     return sorted(running, key=lambda state: state.process_started_at_s, reverse=True)
+
+
+def _run_dirs(state_dir: Path) -> list[Path]:
+    """The folders of runs: what is named otherwise is not ours."""
+    return [path for path in state_dir.iterdir() if RUN_DIR_NAME.fullmatch(path.name) and (path / "logs").is_dir()]
 
 
 def _read(run_dir: Path) -> RunState | None:
@@ -126,7 +136,8 @@ def _is_alive(run_dir: Path) -> bool:
     state = _read(run_dir)
     if state is not None:
         return process_started_at_s(state.pid) == state.process_started_at_s
-    return run_dir.name.isdigit() and process_started_at_s(int(run_dir.name)) is not None
+    name = RUN_DIR_NAME.fullmatch(run_dir.name)
+    return name is not None and process_started_at_s(int(name["pid"])) is not None
 
 
 def _age(run_dir: Path) -> float:

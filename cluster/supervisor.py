@@ -88,6 +88,7 @@ class Supervisor:
         """The first signal stops in order, the second one hurries."""
         if self._stop.is_set():
             self._hurry.set()
+            self._fleet.changed.set()
             self._progress.event("hurrying: what runs is given up")
             return
         logger.info("stop requested signal=%s", number.name)

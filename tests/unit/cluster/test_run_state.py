@@ -12,6 +12,9 @@ from cluster import run_state
 from cluster.run_state import RunState, find_runs, make_run_dir, open_state_dir, write_run_state, write_secret
 from kv_transfer.errors import ConfigError
 
+NO_PID = 2**22 + 1
+"""Above the largest pid there can be."""
+
 
 def _state(run_dir: Path, *, pid: int, started_at_s: float) -> RunState:
     return RunState(
@@ -98,9 +101,19 @@ def test_a_state_directory_below_a_file_is_refused(tmp_path: Path) -> None:
 def test_logs_of_the_newest_ended_runs_stay(tmp_path: Path) -> None:
     state_dir = open_state_dir(tmp_path / "state")
     for number in range(8):
-        old = state_dir / f"ended-{number}"
-        old.mkdir()
+        old = state_dir / f"r{NO_PID + number}"
+        (old / "logs").mkdir(parents=True)
         os.utime(old, (number, number))
-    make_run_dir(state_dir)
-    kept = {path.name for path in state_dir.iterdir()} - {str(os.getpid())}
-    assert kept == {f"ended-{number}" for number in range(3, 8)}
+    run_dir = make_run_dir(state_dir)
+    assert {path.name for path in state_dir.iterdir()} == {f"r{NO_PID + number}" for number in range(3, 8)} | {run_dir.name}
+
+
+def test_what_else_lies_in_a_chosen_directory_is_left_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    others = [tmp_path / name for name in ("photos", "r1", "12345", "a", "b", "c", "d", "e")]
+    for other in others:
+        other.mkdir()
+    find_runs(tmp_path)
+    make_run_dir(tmp_path)
+    assert all(other.is_dir() for other in others)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
