@@ -29,18 +29,23 @@ class ChatEndpoint(GeneratingEndpoint):
         request = parse_request(ChatRequest, body)
         parts.model.check_name(request.model)
         self.note_ignored(exchange, request)
+        parts.relay.admit(1)
         messages = [_plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-        rendered = parts.chat_encoder.render(messages, _template_variables(request))
-        num_bytes = sum(len(part.encode()) for part in rendered if isinstance(part, str))
+        variables = _template_variables(request)
         limit = parts.context_tokens
-        check_prompt_bytes(num_bytes, parts.tokenizer.max_token_bytes, limit, "messages")
-        tokens = await self.tokenise(num_bytes, lambda: parts.chat_encoder.encode(rendered))
+        tokens = await self.tokenise(len(body), lambda: self._encode(messages, variables, limit))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         sampling = make_sampling(request, parts.model, check_context(len(tokens), asked, limit, "messages"))
         response_id = new_response_id("chatcmpl")
         answer = self.make_answer(request, sampling, parts.tokenizer.control_id(END_OF_THINKING))
         generation = Generation(parts.relay, [self.make_request(response_id, tokens, sampling, request.cache_salt)], [answer])
         return request, generation, ChatWriter(parts, request, response_id)
+
+    def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any], limit_tokens: int) -> list[int]:
+        rendered = self.parts.chat_encoder.render(messages, variables)
+        num_bytes = sum(len(part.encode()) for part in rendered if isinstance(part, str))
+        check_prompt_bytes(num_bytes, self.parts.tokenizer.max_token_bytes, limit_tokens, "messages")
+        return self.parts.chat_encoder.encode(rendered)
 
 
 class ChatWriter(AnswerWriter):

@@ -31,6 +31,7 @@ class CompletionEndpoint(GeneratingEndpoint):
         asked = parts.config.completions_default_max_tokens if request.max_tokens is None else request.max_tokens
         if asked == 0 and not request.echo:
             raise InvalidRequest("max_tokens is 0, so nothing would be answered; ask for at least 1 or set echo", param="max_tokens")
+        parts.relay.admit(len(prompts))
         response_id = new_response_id("cmpl")
         requests, answers, echoes = [], [], []
         for index, prompt in enumerate(prompts):
@@ -52,8 +53,7 @@ class CompletionEndpoint(GeneratingEndpoint):
                 raise InvalidRequest(f"a token id is outside 0..{parts.model.num_token_ids - 1}", param="prompt")
             return prompt
         check_prompt_bytes(len(prompt.encode()), parts.tokenizer.max_token_bytes, limit, "prompt")
-        tokens: list[int] = await self.tokenise(len(prompt), lambda: parts.tokenizer.encode_raw(prompt))
-        return tokens
+        return await self.tokenise(len(prompt), lambda: parts.tokenizer.encode_raw(prompt))
 
     def _prompt_text(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):

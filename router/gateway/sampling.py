@@ -5,6 +5,7 @@ Knows: the checkpoint's defaults, end tokens and context length. Does not know t
 
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from kv_transfer.errors import InvalidRequest, ModelNotFound, PromptTooLong
 from kv_transfer.messages import SamplingParameters
@@ -42,10 +43,15 @@ def describe_model(name: str, tokenizer: TextTokenizer, max_model_len_tokens: in
         max_model_len_tokens=min(limits, default=0),
         num_token_ids=tokenizer.num_token_ids,
         eos_token_ids=tokenizer.eos_token_ids,
-        temperature=0.0 if is_greedy else float(defaults.get("temperature") or 1.0),
-        top_p=float(defaults.get("top_p") or 1.0),
-        top_k=int(defaults.get("top_k") or 0),
+        temperature=0.0 if is_greedy else float(_given(defaults, "temperature", 1.0)),
+        top_p=float(_given(defaults, "top_p", 1.0)),
+        top_k=int(_given(defaults, "top_k", 0)),
     )
+
+
+def _given(defaults: dict[str, Any], name: str, otherwise: float) -> Any:
+    value = defaults.get(name)
+    return otherwise if value is None else value
 
 
 def check_context(num_prompt_tokens: int, max_tokens: int | None, limit_tokens: int, param: str) -> int:

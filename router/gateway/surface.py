@@ -11,7 +11,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -174,7 +173,7 @@ class GeneratingEndpoint(ABC):
             cache_salt=(salt or "").encode(),
         )
 
-    async def tokenise(self, num_characters: int, encode: Callable[[], Any]) -> Any:
+    async def tokenise(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
         """Run `encode` here, or on a thread when the text is so long that every stream would wait for it."""
         if num_characters < self.parts.config.tokenize_inline_below_characters:
             return encode()

@@ -12,7 +12,7 @@ SCRIPT = "I think so.</think>Hello there, friend. ñandú 🙂 bye<|user|>"
 """What the fake workers say unless a test wants something else."""
 
 QUICK_TIMERS = {
-    "worker_wait_s": 0.5, "control_rpc_s": 0.3, "ask_after_s": 0.3, "progress_timeout_s": 1.5, "silence_timeout_s": 1.5, "tick_s": 0.02,
+    "worker_wait_s": 0.5, "control_rpc_s": 0.6, "ask_after_s": 0.3, "progress_timeout_s": 1.5, "silence_timeout_s": 1.5, "tick_s": 0.02,
 }  # fmt: skip
 
 
@@ -48,11 +48,12 @@ def workers(shared_workers: FakeCluster, gateway_tokenizer: TextTokenizer) -> It
 
 @pytest.fixture
 def gateway(shared_gateway: RunningGateway, workers: FakeCluster) -> RunningGateway:
-    """A gateway that sees all of the workers."""
+    """A gateway that sees all of the workers, and sees them idle: the next request goes to the first of each role."""
 
     def sees_all() -> bool:
         status = shared_gateway.get("/status.json").json()
-        return sum(worker["is_linked"] for worker in status["workers"]) == len(workers.workers) and status["is_ready"]
+        idle = [worker for worker in status["workers"] if worker["is_linked"] and worker["load"]["num_running"] == 0]
+        return len(idle) == len(workers.workers) and bool(status["is_ready"]) and status["requests"]["in_flight"] == 0
 
     wait_for(sees_all, what="the gateway is connected to all workers")
     return shared_gateway

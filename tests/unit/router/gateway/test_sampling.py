@@ -1,7 +1,7 @@
 """Defaults, end tokens, seeds and the context's limit."""
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -66,3 +66,12 @@ def test_another_model_is_not_found() -> None:
     with pytest.raises(ModelNotFound) as caught:
         MODEL.check_name("gpt")
     assert (caught.value.param, caught.value.http_status) == ("model", 404)
+
+
+def test_a_default_of_zero_is_a_value() -> None:
+    class Greedy:
+        max_model_len_tokens, num_token_ids, eos_token_ids = 10, 5, (1,)
+        generation_defaults: ClassVar[dict[str, Any]] = {"temperature": 0.0, "top_k": 20}
+
+    model = describe_model("glm", Greedy(), 0)  # type: ignore[arg-type]
+    assert (model.temperature, model.top_p, model.top_k) == (0.0, 1.0, 20)
