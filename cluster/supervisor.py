@@ -126,7 +126,7 @@ class Supervisor:
             logging_config_file=self._config.cluster.logging_config_file,
         )
         self._gateway = GatewayProcess(
-            GatewayProcessConfig(gateway=gateway_config, router=self._config.router),
+            GatewayProcessConfig(gateway=gateway_config, router=self._config.router, wire=self._config.wire),
             self._run_dir / "gateway.json",
             self._log_dir / "gateway.log",
         )
