@@ -35,8 +35,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "setup 1/3: virtual environment in $(VENV) with $$($(PYTHON) --version)"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "setup 2/3: packages (1.5 GB to download if they are not cached; minutes on a slow line)"
-	@started=$$SECONDS; $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[test]' \
-		$(addprefix --constraint ,$(CONSTRAINTS)) | sed -u -n -e 's/^\(Collecting\|Downloading\|Building\|Installing\|Successfully\) */  \1 /p' -e '/rror/p' | cut -c1-100; \
+	@started=$$SECONDS; PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --editable '.[test]' \
+		$(addprefix --constraint ,$(CONSTRAINTS)) | sed -u -n -e 's/^\(Collecting\|Processing\|Downloading\|Building\|Installing\|Successfully\) */  \1 /p' -e '/rror/p' | cut -c1-100; \
 		echo "setup 3/3: done in $$((SECONDS - started)) s"
 	@touch $(STAMP)
 
