@@ -83,7 +83,7 @@ class DecodeEngine:
         size = self._limits.block_size_tokens
         running = self._sequences.in_phase(Phase.RUNNING)
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
-        num_available = self._model.pool.num_available - self._receiver.num_reserved_blocks
+        num_available = self._model.pool.num_unpromised
         num_full = free_slots.count(0)
         return DecodeView(
             running=tuple([sequence.sequence_id for sequence in running]),

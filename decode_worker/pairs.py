@@ -114,6 +114,10 @@ class PrefillPairs:
         """A READ from the peer is DONE."""
         self._set_suspect(peer, False)
 
+    def knows(self, peer: PeerId) -> bool:
+        """Whether the peer is connected, or was a moment ago: its loss is still to be told."""
+        return peer in self._pairs
+
     def states(self) -> tuple[PairState, ...]:
         """What the router is told."""
         return tuple(

@@ -61,10 +61,10 @@ class Receiver:
         """Take the request, put it off, or say why it cannot be; a repeated message gets the same answer."""
         transfer = message.transfer
         is_known = self._sequences.of_transfer(transfer) is not None
-        if not is_known and (refusal := self._refusal(message)) is not None:
+        source = peer_id(message.source.worker_id, message.source.incarnation) if message.source is not None else None
+        if not is_known and (refusal := self._refusal(message, source)) is not None:
             self._outside.send(router, refusal)
             return
-        source = peer_id(message.source.worker_id, message.source.incarnation) if message.source is not None else None
         effects = self._session.open(message, router, source, now_s, self._busy_s())
         if not is_known and self._session.is_live(transfer):
             self._add(message, router)
@@ -91,6 +91,7 @@ class Receiver:
     def read_done(self, read_id: int, now_s: float) -> None:
         """Every byte of the READ has landed."""
         self._carry_out(self._session.read_done(read_id, now_s), now_s)
+        self._outside.wake()  # the last READ of a dropped transfer frees its blocks
 
     def read_failed(self, read_id: int, error: TransferError, now_s: float) -> None:
         """The READ raised."""
@@ -99,6 +100,7 @@ class Receiver:
     def agent_destroyed(self, peer: PeerId, now_s: float) -> None:
         """No READ from that peer is in flight any more."""
         self._carry_out(self._session.agent_destroyed(peer, now_s), now_s)
+        self._outside.wake()  # so do those that were ended
 
     def tick(self, now_s: float) -> None:
         """Timers."""
@@ -118,11 +120,6 @@ class Receiver:
         """Requests whose gateway does not have all of them yet."""
         return self._session.num_live
 
-    @property
-    def num_reserved_blocks(self) -> int:
-        """Blocks that are promised as credit and not taken yet."""
-        return self._session.num_reserved_blocks
-
     # -- from the engine -----------------------------------------------------------------------------------------------
 
     def credit_blocks(self, sequence: DecodeSequence) -> int:
@@ -131,8 +128,8 @@ class Receiver:
 
     def grow(self, sequence: DecodeSequence) -> None:
         """Give the sequence one more block. Raises PoolExhausted."""
-        self._session.grow(sequence.transfer, 1)
-        self._take_block_table(sequence)
+        # No step is in flight, so nobody else reads this list now.
+        sequence.block_table += self._session.grow(sequence.transfer, 1)
 
     def preempt(self, sequence: DecodeSequence, now_s: float) -> None:
         """Take the sequence's blocks away; no step is in flight."""
@@ -244,7 +241,7 @@ class Receiver:
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, message: OpenSink) -> Failed | None:
+    def _refusal(self, message: OpenSink, source: PeerId | None) -> Failed | None:
         """Why a new request is not even put to the session."""
         try:
             check_request(
@@ -258,6 +255,9 @@ class Receiver:
             return Failed(message.transfer, FailureKind.REQUEST_FAULT, error.code, error.message)
         if self._is_draining:
             return Failed(message.transfer, FailureKind.RETRYABLE_ELSEWHERE, "draining", "this worker is draining")
+        if source is not None and not self._pairs.knows(source):
+            # Its loss has been dealt with already, so nobody would ever tell of it again.
+            return Failed(message.transfer, FailureKind.RETRYABLE_ELSEWHERE, "pair_down", f"{source} is not connected here")
         return None
 
     def _busy_s(self) -> float | None:

@@ -58,7 +58,11 @@ class PoolAudit:
 
 
 class BlockPool:
-    """Bookkeeping of `num_blocks` blocks of one rank. Not thread-safe: one loop owns it."""
+    """Bookkeeping of `num_blocks` blocks of one rank. Not thread-safe: one loop owns it.
+
+    num_promised: blocks that somebody was promised and has not been handed yet. allocate does not heed it: who allocates without
+    a promise asks for `num_unpromised` first.
+    """
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.num_blocks = num_blocks
@@ -72,6 +76,7 @@ class BlockPool:
         self._block_of: dict[bytes, BlockId] = {}
         self._evictable: OrderedDict[BlockId, None] = OrderedDict()
         self._quarantined: set[BlockId] = set()
+        self.num_promised = 0
 
     # -- handing out and holding ---------------------------------------------------------------------------------------
 
@@ -102,6 +107,18 @@ class BlockPool:
         block_id, _ = self._evictable.popitem(last=False)
         del self._block_of[self._key_of.pop(block_id)]
         self._remove(block_id, CACHE)
+
+    def promise(self, num_blocks: int) -> None:
+        """Promise blocks that are to be handed out later; also a negative number, once they are or when nobody wants them any more.
+
+        Raises PoolExhausted, changing nothing, when too few are promised to nobody.
+        """
+        if num_blocks > 0 and num_blocks > self.num_unpromised:
+            raise PoolExhausted(
+                f"{num_blocks} blocks are needed and {self.num_unpromised} are neither used nor promised", needed=num_blocks
+            )
+        self.num_promised += num_blocks
+        assert self.num_promised >= 0, "more promises are kept than were given"
 
     def hold(self, block_ids: Iterable[BlockId], holder: Holder) -> None:
         """Add `holder` to blocks that somebody holds already. Idempotent."""
@@ -231,6 +248,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that allocate could hand out now."""
         return self.num_free + self.num_cached
+
+    @property
+    def num_unpromised(self) -> int:
+        """Blocks that could be handed out now and are promised to nobody."""
+        return self.num_available - self.num_promised
 
     def audit(self) -> PoolAudit:
         """Recount everything from the holder sets. Raises AssertionError when a count, state or index entry disagrees."""

@@ -245,7 +245,7 @@ class SinkSession:
             return [*effects, Send(router, SinkBusy(transfer, busy_s))]
         handoff = self.handoff_type(message, router, source, self._timers, self._layout, now_s)
         try:
-            effects += handoff.open(self._pool, self.num_reserved_blocks)
+            effects += handoff.open(self._pool)
         except PoolExhausted as error:
             logger.info("no credit request_id=%s error=%s", transfer.request_id, error)
             return [*effects, Send(router, SinkBusy(transfer, self._timers.repeat_s))]
@@ -270,12 +270,10 @@ class SinkSession:
         """The usable hand-off record, if there is one. Raises KeyError for an unknown transfer."""
         return self._transfers[transfer].record
 
-    def grow(self, transfer: TransferId, num_blocks: int) -> None:
-        """Append blocks for output tokens, from the credit first. Raises PoolExhausted: preempt the youngest request."""
+    def grow(self, transfer: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
+        """Append blocks for output tokens, from the credit first; those. Raises PoolExhausted: preempt the youngest request."""
         handoff = self._live(transfer)
-        if handoff is not None:
-            is_promised = num_blocks <= handoff.space.credit_blocks  # then the others' promises need no counting
-            handoff.space.grow(self._pool, num_blocks, 0 if is_promised else self.num_reserved_blocks)
+        return handoff.space.grow(self._pool, num_blocks) if handoff is not None else ()
 
     def credit_blocks(self, transfer: TransferId) -> int:
         """Blocks that are promised to this transfer and not allocated yet; 0 when it has ended."""
@@ -316,7 +314,7 @@ class SinkSession:
         """Fill a preempted sequence again with `tokens` (prompt and output so far): FillLocally. Raises PoolExhausted."""
         del now_s
         handoff = self._live(transfer)
-        return handoff.resume(self._pool, tokens, self.num_reserved_blocks) if handoff is not None else []
+        return handoff.resume(self._pool, tokens) if handoff is not None else []
 
     def is_live(self, transfer: TransferId) -> bool:
         """Whether the transfer is known and neither draining nor closed."""
@@ -330,7 +328,15 @@ class SinkSession:
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks that are promised as credit and not allocated yet."""
-        return sum(handoff.space.credit_blocks for handoff in self._transfers.values())
+        return self._pool.num_promised
+
+    def audit(self) -> None:
+        """Recount. Raises AssertionError when the pool's promises are not the credit of the transfers, or are not covered."""
+        credit = sum(handoff.space.credit_blocks for handoff in self._transfers.values())
+        assert credit == self._pool.num_promised, f"{self._pool.num_promised} blocks are promised and the credit is {credit}"
+        assert credit <= self._pool.num_available, f"{credit} blocks are promised and {self._pool.num_available} could be had"
+        reads = {read_id for handoff in self._transfers.values() for read_id in handoff.reads_in_flight}
+        assert reads == set(self._reads), "READs in flight and their transfers disagree"
 
     # -- what others say -----------------------------------------------------------------------------------------------
 

@@ -91,7 +91,9 @@ class SinkHandoff:
         self.heard_s = now_s
         self.reason = ""
         self._salt = message.cache_salt
-        self._max_output_tokens = min(message.sampling.max_tokens, timers.credit_output_tokens)
+        # Earlier attempts have emitted some of the output already, and the cache of its last token is never stored.
+        num_stored_output_tokens = max(message.sampling.max_tokens - message.first_index - 1, 0)
+        self._max_output_tokens = min(num_stored_output_tokens, timers.credit_output_tokens)
         self._timers = timers
         self._layout = layout
         self._set_tokens(message.tokens)
@@ -132,10 +134,10 @@ class SinkHandoff:
 
     # -- opening -------------------------------------------------------------------------------------------------------
 
-    def open(self, pool: BlockPool, num_reserved_blocks: int) -> list[Effect]:
+    def open(self, pool: BlockPool) -> list[Effect]:
         """Pin the prefix that is here and reserve the credit. Raises PoolExhausted, holding nothing."""
         try:
-            self._open_space(pool, self._max_output_tokens, num_reserved_blocks)
+            self._open_space(pool, self._max_output_tokens)
         except PoolExhausted:
             self._advance(SinkEvent.REFUSED)
             raise
@@ -149,10 +151,10 @@ class SinkHandoff:
         """The answer to OPEN_SINK, the same each time."""
         return Send(self.router, SinkReady(self.transfer, self.have_tokens, self.space.granted_blocks))
 
-    def _open_space(self, pool: BlockPool, num_output_tokens: int, num_reserved_blocks: int) -> None:
+    def _open_space(self, pool: BlockPool, num_output_tokens: int) -> None:
         # Whoever computes must compute the last token at least, so the pinned prefix never reaches it.
         keys = self._keys[: (self.num_tokens - 1) // self._layout.block_size_tokens]
-        self.space.open(pool, keys, self._num_blocks(self.num_tokens + num_output_tokens), num_reserved_blocks)
+        self.space.open(pool, keys, self._num_blocks(self.num_tokens + num_output_tokens))
 
     def _fill_locally(self, pool: BlockPool) -> Effect:
         self.space.allocate(pool, range(self.space.have_blocks, self._num_blocks(self.num_tokens)))
@@ -325,10 +327,10 @@ class SinkHandoff:
         self.chunks.clear()
         return []
 
-    def resume(self, pool: BlockPool, tokens: PackedTokens, num_reserved_blocks: int) -> list[Effect]:
+    def resume(self, pool: BlockPool, tokens: PackedTokens) -> list[Effect]:
         """Fill again by computing. Raises PoolExhausted, holding nothing."""
         self._set_tokens(tokens)
-        self._open_space(pool, 0, num_reserved_blocks)
+        self._open_space(pool, 0)
         self._advance(SinkEvent.RESUMED)
         self.is_local = True
         return [self._fill_locally(pool)]

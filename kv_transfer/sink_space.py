@@ -11,10 +11,7 @@ from kv_transfer.identity import BlockId, TransferId
 
 
 class SinkSpace:
-    """Block table and credit of `transfer`, under its request holder.
-
-    `num_reserved_blocks`, where it is asked for, is the credit of *all* transfers of the pool, this one's included.
-    """
+    """Block table and credit of `transfer`, under its request holder. The credit is a promise of the pool."""
 
     def __init__(self, transfer: TransferId) -> None:
         self.have_blocks = 0
@@ -31,17 +28,18 @@ class SinkSpace:
             table.append(self._blocks[len(table)])
         return tuple(table)
 
-    def open(self, pool: BlockPool, keys: list[bytes], num_missing: int, num_reserved_blocks: int) -> None:
+    def open(self, pool: BlockPool, keys: list[bytes], num_missing: int) -> None:
         """Pin what `keys` find and promise this transfer the rest of `num_missing` blocks.
 
         num_missing: blocks wanted in all, pinned ones included. Raises PoolExhausted, holding nothing.
         """
         pinned = pool.pin(keys, self._holder)
         credit = num_missing - len(pinned)
-        unpromised = pool.num_available - num_reserved_blocks
-        if credit > unpromised:
+        try:
+            pool.promise(credit)
+        except PoolExhausted:
             pool.release(pinned, self._holder)
-            raise PoolExhausted(f"{credit} blocks are needed and {unpromised} are neither used nor promised", needed=credit)
+            raise
         self._blocks = dict(enumerate(pinned))
         self.have_blocks = len(pinned)
         self.credit_blocks = self.granted_blocks = credit
@@ -52,17 +50,17 @@ class SinkSpace:
         assert not any(place in self._blocks for place in empty), "a place of the table is filled once"
         ids = pool.allocate(len(empty), self._holder)
         self._blocks.update(zip(empty, ids, strict=True))
-        self.credit_blocks = max(self.credit_blocks - len(empty), 0)
+        self._take_from_credit(pool, len(empty))
         return tuple(ids)
 
-    def grow(self, pool: BlockPool, num_blocks: int, num_reserved_blocks: int) -> None:
-        """Append blocks. Raises PoolExhausted when what goes beyond the credit is promised to others."""
+    def grow(self, pool: BlockPool, num_blocks: int) -> tuple[BlockId, ...]:
+        """Append blocks; those. Raises PoolExhausted when what goes beyond the credit is promised to others."""
         beyond = max(num_blocks - self.credit_blocks, 0)
-        unpromised = pool.num_available - num_reserved_blocks
-        if beyond > unpromised:
-            raise PoolExhausted(f"{beyond} blocks beyond the credit are needed and {unpromised} are not promised", needed=num_blocks)
+        if beyond > pool.num_unpromised:
+            text = f"{beyond} blocks beyond the credit are needed and {pool.num_unpromised} are not promised"
+            raise PoolExhausted(text, needed=num_blocks)
         first = len(self._blocks)
-        self.allocate(pool, range(first, first + num_blocks))
+        return self.allocate(pool, range(first, first + num_blocks))
 
     def let_go(self, pool: BlockPool) -> None:
         """Give back the blocks and the promise. Idempotent."""
@@ -70,4 +68,9 @@ class SinkSpace:
         pool.release(table, self._holder)
         pool.release_all(self._holder)
         self._blocks = {}
-        self.credit_blocks = 0
+        self._take_from_credit(pool, self.credit_blocks)
+
+    def _take_from_credit(self, pool: BlockPool, num_blocks: int) -> None:
+        taken = min(self.credit_blocks, num_blocks)
+        self.credit_blocks -= taken
+        pool.promise(-taken)

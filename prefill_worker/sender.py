@@ -14,7 +14,7 @@ from kv_transfer.errors import InvalidRequest
 from kv_transfer.handoff import RECORD_SCHEMA, Dropped, Effect, Send
 from kv_transfer.identity import PeerId, TransferId, count_tokens, peer_id
 from kv_transfer.layout import CacheLayout
-from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource
+from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource, Taken
 from kv_transfer.session import SourceSession
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import urgency
@@ -70,6 +70,8 @@ class Sender:
     def receive(self, peer: PeerId, message: Message, now_s: float) -> None:
         """Any other message of a hand-off."""
         self._carry_out(self._session.receive(peer, message, now_s))
+        if isinstance(message, Taken):
+            self._outside.wake()  # blocks come free chunk by chunk
 
     def peer_lost(self, peer: PeerId, now_s: float) -> None:
         """Whatever that peer opened here ends."""

@@ -73,12 +73,14 @@ class BenchOutside:
 
     def __init__(self, me: Party, wire: Wire) -> None:
         self.me = me
+        self.is_woken = True
         self._wire = wire
 
     def send(self, peer: PeerId, message: Message) -> None:
         self._wire.post(self.me, peer, message)
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.is_woken = True
 
     def report(self) -> None: ...
 
@@ -99,21 +101,27 @@ class Step:
 
 
 class BenchWorker:
-    """The four verbs, one at a time: `launch` is take, decide and perhaps run; `land` is perhaps run, and publish."""
+    """The four verbs, one at a time: `launch` is take, decide and perhaps run; `land` is perhaps run, and publish.
+
+    Like `EngineLoop`, one that had nothing to do decides again only when it has been woken.
+    """
 
     engine: Any
     me: Party
+    outside: BenchOutside
 
     def __init__(self) -> None:
         self.step: Step | None = None
 
     def launch(self, now_s: float) -> bool:
-        """False when there is nothing to compute, or a step is in flight."""
-        if self.step is not None:
+        """False when there is nothing to compute, a step is in flight, or the loop sleeps."""
+        if self.step is not None or not self.outside.is_woken:
             return False
+        self.outside.is_woken = False
         self.engine.take_commands(now_s)
         plan = self.engine.decide(now_s)
         if plan is not None:
+            self.outside.is_woken = True
             self.step = Step(plan)
         return plan is not None
 
@@ -147,9 +155,9 @@ class PrefillBench(BenchWorker):
         holders = StepHolders(self.model.pool)
         self.sequences = PrefillSequences(self.model.pool, holders)
         self.session = SourceSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout.component_mask)
-        outside = BenchOutside(self.me, wire)
+        self.outside = BenchOutside(self.me, wire)
         self.sender = Sender(
-            self.session, self.sequences, outside, layout=self.model.layout, request_limits=self.model.request_limits, config=config
+            self.session, self.sequences, self.outside, layout=self.model.layout, request_limits=self.model.request_limits, config=config
         )
         self.engine = PrefillEngine(self.model, self.sequences, holders, self.sender, config)
 
@@ -177,6 +185,10 @@ class BenchPairs:
     def __init__(self, remake: Callable[[PeerId], None]) -> None:
         self._remake = remake
         self.suspected: list[PeerId] = []
+        self.lost: set[PeerId] = set()
+
+    def knows(self, peer: PeerId) -> bool:
+        return peer not in self.lost
 
     def suspect(self, peer: PeerId) -> None:
         self.suspected.append(peer)
@@ -210,14 +222,14 @@ class DecodeBench(BenchWorker):
         holders = StepHolders(self.model.pool)
         self.sequences = DecodeSequences()
         self.session = SinkSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout, self.transport.destroying_proven)
-        outside = BenchOutside(self.me, wire)
-        outbox = TokenOutbox(outside)
+        self.outside = BenchOutside(self.me, wire)
+        outbox = TokenOutbox(self.outside)
         self.receiver = Receiver(
             self.session,
             self.sequences,
             holders,
             outbox,
-            outside,
+            self.outside,
             self.reads,
             self.pairs,  # type: ignore[arg-type]
             block_size_tokens=self.model.layout.block_size_tokens,
@@ -555,5 +567,7 @@ class World:
             audit = worker.model.pool.audit()
             assert audit.is_quiesced, f"{worker.me.party_id} leaks {audit}"
             assert audit.num_free + audit.num_cached + audit.num_quarantined == audit.num_blocks
-        assert all(decode.session.num_reserved_blocks == 0 for decode in self.decodes)
+        for decode in self.decodes:
+            decode.session.audit()
+            assert decode.session.num_reserved_blocks == 0
         assert self.fabric.foreign_bytes == []

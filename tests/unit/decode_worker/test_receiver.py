@@ -5,7 +5,7 @@ import msgspec
 from decode_worker.config import DecodeConfig
 from decode_worker.sequences import Phase
 from kv_transfer.identity import PeerId, RequestId
-from kv_transfer.messages import Ask, Complete, FailureKind, FinishReason, Gone, SamplingParameters, Seal, SinkBusy, Tokens
+from kv_transfer.messages import Ask, Complete, Failed, FailureKind, FinishReason, Gone, SamplingParameters, Seal, SinkBusy, Tokens
 from tests.fakes.toy_model import toy_generate
 from tests.fakes.worker_bench import BenchRequest, World
 
@@ -204,3 +204,58 @@ def test_a_request_whose_deadline_passes_fails_and_leaves_nothing() -> None:
     assert asked.failure is not None
     assert asked.failure.code == "deadline_exceeded"
     world.assert_no_leaks()
+
+
+def test_a_request_that_just_fits_the_pool_is_taken() -> None:
+    world = World(decode_blocks=4)
+    asked = request("a", 20, 13, is_local=True)  # 33 tokens: the cache of the last one is never stored
+    open_all(world, asked)
+    world.settle()
+    assert asked.attempt == 1
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+
+
+def test_an_attempt_that_resumes_is_promised_what_is_left_and_no_more() -> None:
+    world = World(decode_blocks=4)
+    asked = request("a", 8, 25, is_local=True)
+    whole = toy_generate(asked.prompt, asked.sampling)
+    asked.output = whole[:16]  # an earlier attempt died here
+    open_all(world, asked)
+    world.settle()
+    assert asked.attempt == 1
+    assert asked.output == whole
+
+
+def test_a_request_from_a_source_that_is_gone_goes_elsewhere_at_once() -> None:
+    world = World()
+    decode, source = world.decodes[0], world.prefills[0].me.peer_id
+    decode.pairs.lost.add(source)  # the router places by what the last PING said
+    open_all(world, request("a", 20, 4))
+    failures = said_to_router(world, Failed)
+    assert [(failure.kind, failure.code) for failure in failures] == [(FailureKind.RETRYABLE_ELSEWHERE, "pair_down")]  # type: ignore[attr-defined]
+    assert decode.num_live == 0
+    decode.pairs.lost.clear()
+    world.settle()
+
+
+def test_blocks_that_come_free_with_the_last_read_wake_who_waits_for_them() -> None:
+    world = World(decode_blocks=5)
+    pulled = request("a", 24, 1)
+    open_all(world, pulled)
+    world.prefills[0].turn(world.now_s)
+    to_decode = world.decodes[0].me.peer_id
+    while world.deliver_one(lambda _sender, to: to == to_decode):
+        pass
+    decode = world.decodes[0]
+    assert decode.model.pool.audit().holders["handle"] == 3
+    world.router.cancel(pulled.request_id)
+    while world.deliver_one():
+        pass
+    assert decode.num_live == 0
+    while decode.turn(world.now_s):
+        pass
+    assert not decode.outside.is_woken, "the loop sleeps"
+    world.pass_time(1.0)
+    assert decode.model.pool.num_available == 5
+    assert decode.outside.is_woken, "a sequence that was short of a block would sleep for ever"
+    world.settle()

@@ -179,3 +179,16 @@ def test_an_audit_notices_a_lost_block() -> None:
     pool._free.pop()
     with pytest.raises(AssertionError, match="free list"):
         pool.audit()
+
+
+def test_what_is_promised_is_nobody_else_s_and_too_much_is_not_promised() -> None:
+    pool = BlockPool(4, 8)
+    pool.promise(3)
+    assert (pool.num_available, pool.num_unpromised) == (4, 1)
+    with pytest.raises(PoolExhausted, match="promised"):
+        pool.promise(2)
+    assert pool.num_promised == 3
+    pool.promise(-3)
+    assert pool.num_unpromised == 4
+    with pytest.raises(AssertionError):
+        pool.promise(-1)

@@ -5,7 +5,7 @@ import pytest
 
 from kv_transfer.block_pool import Holder, HolderKind
 from kv_transfer.identity import RequestId
-from kv_transfer.messages import Complete, Failed, FailureKind, FinishReason, Progress, SamplingParameters, Seal, StartSource
+from kv_transfer.messages import Complete, Failed, FailureKind, FinishReason, Progress, SamplingParameters, Seal, StartSource, Taken
 from prefill_worker.config import PrefillConfig
 from tests.fakes.toy_model import toy_generate
 from tests.fakes.worker_bench import BenchRequest, World
@@ -220,3 +220,19 @@ def test_giving_up_also_ends_what_is_sealed_and_not_taken() -> None:
     assert prefill.num_live == 0
     world.settle()
     assert [each.output for each in asked] == [toy_generate(each.prompt, each.sampling) for each in asked]
+
+
+def test_blocks_that_decode_has_taken_wake_who_waits_for_them() -> None:
+    world = World(max_step_tokens=16)
+    first = request("a", 40)
+    start(world, first)
+    prefill = world.prefills[0]
+    for _ in range(3):
+        prefill.turn(world.now_s)
+    while prefill.turn(world.now_s):
+        pass
+    assert not prefill.outside.is_woken, "the loop sleeps"
+    assert first.transfer is not None
+    prefill.receive(world.decodes[0].me.peer_id, Taken(first.transfer, (0,), False), world.now_s)
+    assert prefill.outside.is_woken, "a prompt that was short of these blocks would sleep on"
+    world.settle()
