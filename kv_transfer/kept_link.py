@@ -143,6 +143,8 @@ class KeptLink:
         try:
             self._on_up(link)
             await ended.wait()
+        except PeerLost as error:
+            logger.info("connection ended at once peer=%s error=%s", link.peer.peer_id, error)
         finally:
             link.close()
             self._link = None

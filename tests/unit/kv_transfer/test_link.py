@@ -301,6 +301,26 @@ def test_a_kept_link_goes_to_the_start_it_was_told_and_follows_a_move() -> None:
     run(test)
 
 
+def test_a_kept_link_whose_user_finds_it_closed_already_dials_again() -> None:
+    async def test() -> None:
+        server = await serve(Ends())
+        ups: list[Link] = []
+
+        def up(link: Link) -> None:
+            ups.append(link)
+            if len(ups) == 1:
+                link.close()  # as a peer does that leaves at once
+            link.post(Subscribe())
+
+        kept = KeptLink(SECRET, GATEWAY, "127.0.0.1", server.port, on_up=up, on_down=lambda: None, config=QUICK, rng=random.Random(0))
+        kept.start()
+        await until(lambda: len(ups) == 2)
+        await kept.close()
+        await server.close()
+
+    run(test)
+
+
 def test_closing_a_kept_link_while_it_dials_ends_it() -> None:
     async def test() -> None:
         kept = KeptLink(SECRET, GATEWAY, "127.0.0.1", 1, on_up=lambda link: None, on_down=lambda: None, config=QUICK, rng=random.Random(1))
