@@ -4,6 +4,7 @@ Knows: one thread, its commands and how results get back to the loop. Does not k
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class TransferThread:
         self._callbacks = callbacks
         self._poll_interval_s = poll_interval_s
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
         self._thread.start()
 
@@ -77,9 +79,12 @@ class TransferThread:
         return await result
 
     async def close(self) -> None:
-        """Finish the commands given before, close the transport and join the thread."""
+        """Finish the commands given before, close the transport and end the thread.
+
+        May be given up: a thread that hangs in a transport is a daemon, and nothing else waits for it.
+        """
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._ended.wait()
 
     def _run(self) -> None:
         try:
@@ -88,6 +93,8 @@ class TransferThread:
             self._transport.close()
         except Exception as error:  # a bug: it must stop the worker, not only this thread
             self._tell(self._raise, error)
+        finally:
+            self._tell(self._ended.set)
 
     def _turn(self) -> bool:
         """Carry out one command, if there is one, and tell what has ended; False after close()."""
@@ -108,7 +115,8 @@ class TransferThread:
         return True
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        self._loop.call_soon_threadsafe(callback, *arguments)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has given this thread up
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
     @staticmethod
     def _raise(error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -102,3 +103,22 @@ def test_a_bug_in_a_transport_reaches_the_loop() -> None:
         await thread.close()
 
     run(test)
+
+
+def test_a_thread_that_hangs_does_not_keep_the_worker_from_ending() -> None:
+    hangs = threading.Event()
+    began_s = time.monotonic()
+
+    async def test() -> None:
+        thread = TransferThread(connected(FaultPlan()), asyncio.get_running_loop(), Told().callbacks(), 0.001)
+        calling = asyncio.ensure_future(thread.call(lambda _transport: hangs.wait(6)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await thread.close()
+        calling.cancel()
+
+    run(test)
+    took_s = time.monotonic() - began_s
+    hangs.set()
+    assert took_s < 3, "the event loop waited for a thread that its worker had given up"
