@@ -14,7 +14,7 @@ from decode_worker.reads import Reads
 from glm_runtime.engine.worker_config import WorkerNetwork
 from glm_runtime.engine.worker_role import Outside
 from kv_transfer.errors import LayoutMismatch, TransferError, TransferTimeout
-from kv_transfer.identity import PeerId, WorkerId
+from kv_transfer.identity import Incarnation, PeerId, WorkerId
 from kv_transfer.link import Party
 from kv_transfer.messages import PairHello, PairRefused, PairState, PartyKind, WorkerAddress, WorkerState, WorkerTable
 from kv_transfer.pairing import PairTerms, check_offer
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 STATES_TO_DIAL = (WorkerState.WARM, WorkerState.SERVING, WorkerState.DRAINING)
 HELLO_TRIES = 3
+PROBE_LOOK_S = 0.005
+"""Pause between two looks at a probe on its way; most are back at the first look."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +60,7 @@ class PrefillPairs:
         self._rng = rng
         self._pairs: dict[PeerId, _Pair] = {}
         self._dialled: dict[WorkerId, WorkerAddress] = {}
+        self._landing = asyncio.Lock()  # all probes land in one block
 
     # -- whom to know --------------------------------------------------------------------------------------------------
 
@@ -181,9 +184,20 @@ class PrefillPairs:
             raise LayoutMismatch(f"the peer refuses: {answer.reason}")
         offer = answer.offer
         check_offer(self._terms, offer)
-        probe_s = self._network.timers.read_suspect_s
         await self._transfers.call(lambda transport: transport.connect_peer(peer, offer))
-        await self._transfers.call(lambda transport: transport.read_probe(peer, incarnation, probe_s))
+        async with self._landing:
+            await self._probe(peer, incarnation)
+
+    async def _probe(self, peer: PeerId, incarnation: Incarnation) -> None:
+        """Raises TransferError when the bytes of the peer's probe block do not come, or are not its own."""
+        within_s = self._network.timers.read_suspect_s
+        try:
+            async with asyncio.timeout(within_s):
+                await self._transfers.call(lambda transport: transport.start_probe(peer))
+                while not await self._transfers.call(lambda transport: transport.is_probe_back(peer, incarnation)):  # noqa: ASYNC110 - the transport tells nobody
+                    await asyncio.sleep(PROBE_LOOK_S)
+        except TimeoutError:
+            raise TransferTimeout(f"the probe of {peer} did not end within {within_s} s") from None
 
     async def _exchange(self, pair: _Pair, hello: PairHello) -> PairHello | PairRefused:
         timeout_s = self._network.timers.repeat_s

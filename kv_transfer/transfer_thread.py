@@ -56,7 +56,7 @@ class TransferThread:
         self._commands.put(command)
 
     async def call(self, function: Callable[[Transport], ResultT]) -> ResultT:
-        """Run `function(transport)` on the thread, e.g. open_peer, connect_peer or read_probe; its TransferError comes back."""
+        """Run `function(transport)` on the thread, e.g. open_peer, connect_peer or start_probe; its TransferError comes back."""
         result: asyncio.Future[ResultT] = self._loop.create_future()
 
         def give(value: ResultT) -> None:

@@ -43,11 +43,17 @@ class Transport(Protocol):
     def connect_peer(self, peer: PeerId, offer: PeerOffer) -> None:
         """Load the peer's agent and pool. Raises PeerLost when the peer cannot be reached, TransferError for a bad offer."""
 
-    def read_probe(self, peer: PeerId, incarnation: Incarnation, deadline_s: float) -> None:
-        """READ the peer's probe block and compare it with the pattern of `incarnation`; blocks up to `deadline_s` seconds.
+    def start_probe(self, peer: PeerId) -> None:
+        """Start to READ the peer's probe block. Never waits: one path that is cut must not hold up the READs of others.
 
-        Raises PeerLost when the pattern is another process's or the READ fails, TransferTimeout when it does not end in time;
-        after either the peer must be destroyed.
+        All probes land in one block, so one may be under way at a time. Raises PeerLost when the READ fails.
+        """
+
+    def is_probe_back(self, peer: PeerId, incarnation: Incarnation) -> bool:
+        """Whether the probe has landed, with the pattern of `incarnation`; to be asked again until it has.
+
+        Raises PeerLost when the pattern is another process's or the READ fails; after that, and when it takes too long, the peer
+        must be destroyed.
         """
 
     def post_read(self, read: PostRead) -> None:

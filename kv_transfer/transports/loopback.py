@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from kv_transfer.errors import PeerLost, TransferError, TransferTimeout
+from kv_transfer.errors import PeerLost, TransferError
 from kv_transfer.handoff import PostRead
 from kv_transfer.identity import BlockId, Incarnation, PeerId
 from kv_transfer.messages import PeerOffer
@@ -172,17 +172,26 @@ class LoopbackTransport:
                 raise TransferError(f"blocks of {offer.block_bytes} bytes do not fit blocks of {self.memory.block_bytes}")
             self._agents[peer].offer = offer
 
-    def read_probe(self, peer: PeerId, incarnation: Incarnation, deadline_s: float) -> None:
+    def start_probe(self, peer: PeerId) -> None:
         with self._fabric.lock:
-            agent = self._agents.get(peer)
-            source = self._fabric.find(agent.offer.agent_name) if agent is not None and agent.offer is not None else None
-            if source is None:
-                raise PeerLost(f"{peer} cannot be reached")
+            self._probed(peer)
+
+    def is_probe_back(self, peer: PeerId, incarnation: Incarnation) -> bool:
+        with self._fabric.lock:
+            source = self._probed(peer)
             if self._fabric.is_cut(self.me, source.me):
-                raise TransferTimeout(f"the probe of {peer} did not end within {deadline_s} s")
+                return False
             probe = bytes(source.memory.block(source.memory.probe_block))
             if probe != probe_pattern(incarnation, len(probe)):
                 raise PeerLost(f"the probe block of {peer} has not the pattern of its incarnation")
+            return True
+
+    def _probed(self, peer: PeerId) -> "LoopbackTransport":
+        agent = self._agents.get(peer)
+        source = self._fabric.find(agent.offer.agent_name) if agent is not None and agent.offer is not None else None
+        if source is None:
+            raise PeerLost(f"{peer} cannot be reached")
+        return source
 
     def post_read(self, read: PostRead) -> None:
         with self._fabric.lock:

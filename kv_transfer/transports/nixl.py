@@ -6,14 +6,13 @@ directly because the wheel's Python wrapper sets the progress thread's delay to 
 """
 
 import contextlib
-import time
 from dataclasses import dataclass, field
 
 import numpy
 from nixl import _bindings as binding
 
 from kv_transfer.config import TransportConfig
-from kv_transfer.errors import PeerLost, TransferError, TransferTimeout
+from kv_transfer.errors import PeerLost, TransferError
 from kv_transfer.geometry import PoolGeometry
 from kv_transfer.handoff import PostRead
 from kv_transfer.identity import BlockId, Incarnation, PeerId
@@ -60,6 +59,7 @@ class _Agent:
     remote_probe: BlockId | None = None
     reads: dict[int, int] = field(default_factory=dict)
     raised: list[int] = field(default_factory=list)
+    probe: int | None = None
 
 
 class NixlTransport:
@@ -131,29 +131,34 @@ class NixlTransport:
             agent.native.invalidateRemoteMD(agent.remote_name)
             agent.remote_name = ""
 
-    def read_probe(self, peer: PeerId, incarnation: Incarnation, deadline_s: float) -> None:
-        """READ the peer's probe block and compare it with the pattern of `incarnation`; blocks up to `deadline_s` seconds.
-
-        Raises PeerLost, TransferError or TransferTimeout; the peer must then be destroyed.
-        """
+    def start_probe(self, peer: PeerId) -> None:
+        """Start to READ the peer's probe block; on one host this copies it before it returns. Raises PeerLost or TransferError."""
         agent = self._agents.get(peer)
         if agent is None or agent.remote_probe is None:
             raise PeerLost(f"{peer} is not connected")
         landing = self._memory.block(self._memory.landing_block)
         landing[:] = bytes(len(landing))
-        end_s = time.monotonic() + deadline_s
         try:
-            handle, is_done = self._post(agent, (self._memory.landing_block,), (agent.remote_probe,))
-            while not is_done and time.monotonic() < end_s:
-                time.sleep(self._config.poll_interval_s)
-                is_done = agent.native.getXferStatus(handle) == binding.NIXL_SUCCESS
-            if not is_done:
-                raise TransferTimeout(f"the probe of {peer} did not end within {deadline_s} s")
-            agent.native.releaseXferReq(handle)
+            agent.probe, _ = self._post(agent, (self._memory.landing_block,), (agent.remote_probe,))
         except NIXL_ERRORS as error:
             raise map_error(f"the probe of {peer} failed", error) from error
+
+    def is_probe_back(self, peer: PeerId, incarnation: Incarnation) -> bool:
+        """Whether the probe has landed, with the pattern of `incarnation`. Raises PeerLost or TransferError."""
+        agent = self._agents.get(peer)
+        if agent is None or agent.probe is None:
+            raise PeerLost(f"no probe of {peer} is under way")
+        try:
+            if agent.native.getXferStatus(agent.probe) != binding.NIXL_SUCCESS:
+                return False
+            agent.native.releaseXferReq(agent.probe)
+            agent.probe = None
+        except NIXL_ERRORS as error:
+            raise map_error(f"the probe of {peer} failed", error) from error
+        landing = self._memory.block(self._memory.landing_block)
         if bytes(landing) != probe_pattern(incarnation, len(landing)):
             raise PeerLost(f"the probe block of {peer} has not the pattern of its incarnation")
+        return True
 
     # -- READs ---------------------------------------------------------------------------------------------------------
 
@@ -217,7 +222,8 @@ class NixlTransport:
         self._ended = [outcome for outcome in self._ended if outcome.peer != peer]
         if agent is None:
             return
-        for handle in (*agent.reads.values(), *agent.raised):
+        probe = () if agent.probe is None else (agent.probe,)
+        for handle in (*agent.reads.values(), *agent.raised, *probe):
             with contextlib.suppress(*NIXL_ERRORS):  # the agent's end is the handle's
                 agent.native.releaseXferReq(handle)
         del agent.native

@@ -11,6 +11,7 @@ from kv_transfer.handoff import PostRead
 from kv_transfer.identity import BlockId, Incarnation, PeerId
 from kv_transfer.transports.base import ReadOutcome
 from tests.conformance.transport_ends import BLOCK_BYTES, NUM_BLOCKS, READER, End, LoopbackWorld, NixlWorld, Remote, World
+from tests.probing import read_probe
 
 WORLDS = {
     "loopback": LoopbackWorld,
@@ -89,9 +90,9 @@ def test_many_reads_in_flight_each_end_once(pair: tuple[End, Remote]) -> None:
 def test_the_probe_tells_the_right_start_from_another(pair: tuple[End, Remote]) -> None:
     reader, remote = pair
     join(reader, remote)
-    reader.transport.read_probe(remote.me, Incarnation(0xA), 10.0)
+    read_probe(reader.transport, remote.me, Incarnation(0xA), 10.0)
     with pytest.raises(PeerLost, match="pattern"):
-        reader.transport.read_probe(remote.me, Incarnation(0xB), 10.0)
+        read_probe(reader.transport, remote.me, Incarnation(0xB), 10.0)
 
 
 def test_an_agent_that_is_made_again_has_the_next_epoch_and_works(pair: tuple[End, Remote]) -> None:
@@ -110,7 +111,7 @@ def test_an_end_that_only_serves_need_not_connect(pair: tuple[End, Remote]) -> N
     reader, remote = pair
     reader.open(remote.me)
     reader.connect(remote.me, remote.open(READER))
-    reader.transport.read_probe(remote.me, Incarnation(0xA), 10.0)
+    read_probe(reader.transport, remote.me, Incarnation(0xA), 10.0)
 
 
 def test_reads_of_a_destroyed_peer_are_never_told_and_new_ones_fail(pair: tuple[End, Remote]) -> None:
@@ -130,7 +131,7 @@ def test_a_peer_that_was_never_connected_cannot_be_read(pair: tuple[End, Remote]
     reader.transport.post_read(read(PeerId("nobody@1"), 400, [0], [0]))
     assert isinstance(outcomes(reader, 1)[400].error, PeerLost)
     with pytest.raises(PeerLost):
-        reader.transport.read_probe(PeerId("nobody@1"), Incarnation(1), 1.0)
+        read_probe(reader.transport, PeerId("nobody@1"), Incarnation(1), 1.0)
 
 
 def test_an_offer_with_other_blocks_is_refused(pair: tuple[End, Remote]) -> None:
@@ -149,7 +150,7 @@ def test_a_peer_may_connect_again_with_a_new_agent(pair: tuple[End, Remote]) -> 
     reader.open(remote.me)
     reader.connect(remote.me, remote.open(READER))
     reader.connect(remote.me, remote.open(READER))
-    reader.transport.read_probe(remote.me, Incarnation(0xA), 10.0)
+    read_probe(reader.transport, remote.me, Incarnation(0xA), 10.0)
 
 
 def test_no_byte_lands_after_a_peer_was_destroyed(world: World) -> None:
@@ -158,7 +159,7 @@ def test_no_byte_lands_after_a_peer_was_destroyed(world: World) -> None:
     everything = list(range(NUM_BLOCKS))
     for block_id in everything:
         remote.fill(block_id, 7)
-    reader.transport.read_probe(remote.me, Incarnation(0xC), 10.0)
+    read_probe(reader.transport, remote.me, Incarnation(0xC), 10.0)
     reader.transport.post_read(read(remote.me, 600, everything, everything))
     reader.transport.destroy_peer(remote.me)
     for block_id in everything:
@@ -171,7 +172,7 @@ def test_no_byte_lands_after_a_peer_was_destroyed(world: World) -> None:
 def test_a_killed_peer_is_an_error_and_its_next_start_is_another_peer(world: World) -> None:
     reader, old = world.reader(), world.remote(0xE)
     join(reader, old)
-    reader.transport.read_probe(old.me, Incarnation(0xE), 10.0)
+    read_probe(reader.transport, old.me, Incarnation(0xE), 10.0)
     old.kill()
     reader.transport.post_read(read(old.me, 500, [0], [0]))
     error = outcomes(reader, 1)[500].error
@@ -180,10 +181,10 @@ def test_a_killed_peer_is_an_error_and_its_next_start_is_another_peer(world: Wor
     new = world.remote(0xF)
     assert new.me != old.me
     join(reader, new)
-    reader.transport.read_probe(new.me, Incarnation(0xF), 10.0)
+    read_probe(reader.transport, new.me, Incarnation(0xF), 10.0)
     new.fill(NUM_BLOCKS - 1, 99)
     reader.transport.post_read(read(new.me, 501, [1], [NUM_BLOCKS - 1]))
     assert outcomes(reader, 1)[501].error is None
     assert content(reader, 1) == {99}
     with pytest.raises(TransferError):
-        reader.transport.read_probe(old.me, Incarnation(0xE), 1.0)
+        read_probe(reader.transport, old.me, Incarnation(0xE), 1.0)

@@ -48,6 +48,7 @@ from prefill_worker.engine import PrefillEngine
 from prefill_worker.sender import Sender
 from prefill_worker.sequences import PrefillSequences
 from tests.fakes.toy_model import make_toy_model
+from tests.probing import read_probe
 
 TIMERS = ProtocolTimers(credit_output_tokens=16)
 
@@ -258,7 +259,7 @@ class DecodeBench(BenchWorker):
         self.transport.open_peer(peer)
         terms = PairTerms.of_pool(source.model.layout, "toy", source.model.memory)
         self.transport.connect_peer(peer, terms.offer(source.transport.open_peer(self.me.peer_id)))
-        self.transport.read_probe(peer, source.me.incarnation, 1.0)
+        read_probe(self.transport, peer, source.me.incarnation, 1.0)
 
     def receive(self, sender: PeerId, message: Message, now_s: float) -> None:
         match message:

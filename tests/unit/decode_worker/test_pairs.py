@@ -246,3 +246,21 @@ def test_every_prefill_worker_that_serves_is_dialled_and_no_other() -> None:
         assert both.sink.forgotten == ["a"]
 
     run(script)
+
+
+def test_a_path_that_is_cut_holds_up_no_other_peer() -> None:
+    async def script(both: Both) -> None:
+        both.fabric.cut(SINK.peer_id, SOURCE.peer_id)
+        both.prefill_pairs.peer_up(SOURCE)
+        await both.until(lambda: bool(both.source.sent))
+        loop = asyncio.get_running_loop()
+        waits_s = []
+        while len(epochs(both.sink.sent)) < 2:  # a whole probe, up to its time-out
+            began_s = loop.time()
+            await both.sink.transfers.call(lambda transport: transport.num_in_flight())  # what a READ of another pair would wait for
+            waits_s.append(loop.time() - began_s)
+            await asyncio.sleep(0.01)
+        assert max(waits_s) < NETWORK.timers.read_suspect_s / 2
+        assert len(waits_s) > 5
+
+    run(script)

@@ -14,6 +14,7 @@ from kv_transfer.pool_memory import PoolMemory
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
 from kv_transfer.transports.loopback import FaultPlan, LoopbackFabric, LoopbackTransport
 from tests.conformance.transport_ends import make_offer
+from tests.probing import read_probe
 from tests.unit.kv_transfer.test_link import run, until
 
 READER, SOURCE = peer_id("d0", Incarnation(1)), peer_id("p0", Incarnation(2))
@@ -84,7 +85,7 @@ def test_calls_give_values_and_transfer_errors() -> None:
         thread = TransferThread(connected(FaultPlan()), asyncio.get_running_loop(), Told().callbacks(), 0.001)
         assert await thread.call(lambda transport: transport.num_in_flight()) == 0
         with pytest.raises(PeerLost):
-            await thread.call(lambda transport: transport.read_probe(SOURCE, Incarnation(77), 1.0))
+            await thread.call(lambda transport: read_probe(transport, SOURCE, Incarnation(77), 1.0))
         await thread.close()
 
     run(test)
