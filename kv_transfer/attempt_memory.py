@@ -4,6 +4,8 @@ A message may arrive after what it would begin has ended. What is not live and n
 before: it is GONE, and is not begun again.
 """
 
+import itertools
+
 from kv_transfer.identity import RequestId, TransferId
 
 
@@ -23,7 +25,11 @@ class AttemptMemory:
         return transfer.request_id in self._largest and self._largest[transfer.request_id][0] >= transfer.attempt
 
     def forget_until(self, now_s: float) -> None:
-        """Drop what need not be remembered any more."""
-        over = [request_id for request_id, (_, until_s) in self._largest.items() if until_s <= now_s]
+        """Drop, oldest first, what need not be remembered any more, up to the first that must be.
+
+        This is asked ten times a second, and a busy worker remembers tens of thousands: it must not look at all of them. One that
+        is over sooner than an older one waits for it; deadlines are much alike, so little is kept for long.
+        """
+        over = list(itertools.takewhile(lambda request_id: self._largest[request_id][1] <= now_s, self._largest))
         for request_id in over:
             del self._largest[request_id]

@@ -183,6 +183,10 @@ class BlockPool:
         """Who holds the block now."""
         return frozenset(self._holders[block_id])
 
+    def is_evictable(self, block_id: BlockId) -> bool:
+        """Whether only the cache holds the block."""
+        return block_id in self._evictable
+
     def held_by(self, holder: Holder) -> tuple[BlockId, ...]:
         """The blocks under `holder`, lowest first."""
         return tuple(sorted(self._held_by.get(holder, ())))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from glm_runtime.engine.chunk_plan import PrefillDemand
 from glm_runtime.engine.step_holders import StepHolders
-from kv_transfer.block_pool import CACHE, BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, SequenceId, TransferId, count_tokens, unpack_tokens
 from kv_transfer.messages import SamplingParameters
 from prefill_worker.scheduler import WaitingPrefill
@@ -160,16 +160,13 @@ class PrefillSequences:
     def _candidate(self, sequence: PrefillSequence) -> WaitingPrefill:
         found = self._pool.lookup(self._usable_keys(sequence))
         # A cached block that somebody holds already costs nothing; one that only the cache holds leaves the available ones.
-        num_shared = sum(not self._is_evictable(block_id) for block_id in found)
+        num_shared = sum(not self._pool.is_evictable(block_id) for block_id in found)
         return WaitingPrefill(
             sequence_id=sequence.sequence_id,
             num_cached_tokens=len(found) * self._pool.block_size_tokens,
             num_tokens=sequence.num_tokens,
             num_new_blocks=self._num_blocks(sequence) - num_shared,
         )
-
-    def _is_evictable(self, block_id: BlockId) -> bool:
-        return self._pool.holders(block_id) == {CACHE}
 
     def _usable_keys(self, sequence: PrefillSequence) -> list[bytes]:
         """Keys that a prefix hit may use: at least the last token is computed, since the next one is drawn from it."""
