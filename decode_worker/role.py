@@ -4,6 +4,7 @@ Knows: which part answers which message. Does not know how any of them does it.
 """
 
 import asyncio
+import logging
 import random
 import time
 
@@ -24,9 +25,12 @@ from kv_transfer.identity import PeerId
 from kv_transfer.link import Party
 from kv_transfer.messages import Ask, Message, OpenSink, PairHello, PairRefused, PairState, Stale, WorkerLoad, WorkerTable
 from kv_transfer.pairing import PairTerms
+from kv_transfer.quarantine import QuarantineWatch
 from kv_transfer.session import SinkSession
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
 from kv_transfer.transports.base import Transport
+
+logger = logging.getLogger(__name__)
 
 
 class DecodeRole:
@@ -58,6 +62,9 @@ class DecodeRole:
             config=config,
         )
         self._num_stale = 0
+        self._outside = outside
+        self._quarantine = QuarantineWatch(model.pool, network.timers)
+        self._is_given_up = False
         self._engine = DecodeEngine(model, self._sequences, holders, self._receiver, outbox, config)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
@@ -109,6 +116,11 @@ class DecodeRole:
     def tick(self, now_s: float) -> None:
         """Look at the timers."""
         self._receiver.tick(now_s)
+        if not self._is_given_up and self._quarantine.is_over(now_s):
+            self._is_given_up = True
+            pool = self._model.pool
+            logger.error("too many blocks are quarantined num_quarantined=%d num_blocks=%d", pool.num_quarantined, pool.num_blocks)
+            self._outside.drain()
 
     def start_draining(self) -> None:
         """Take no new request."""

@@ -26,6 +26,9 @@ class Outside(Protocol):
     def report(self) -> None:
         """The worker's row has changed in more than its load."""
 
+    def drain(self) -> None:
+        """Something is wrong that only another start of the worker mends: take no new request, end those here, be QUIET."""
+
     def fault(self, error: BaseException) -> None:
         """Something is wrong that the worker must not survive."""
 

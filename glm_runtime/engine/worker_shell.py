@@ -248,6 +248,10 @@ class WorkerShell:
         """Tell the directory now."""
         self._endpoint.report()
 
+    def drain(self) -> None:
+        """Take no new request, end those here, be QUIET: who watches the workers then starts this one again."""
+        self._start_draining(self._network.timers.drain_cap_s)
+
     def fault(self, error: BaseException) -> None:
         """End the service with this error."""
         if self._fault is None:

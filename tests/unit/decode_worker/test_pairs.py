@@ -57,6 +57,7 @@ class Side:
         self.forgotten: list[WorkerId] = []
         self.faults: list[BaseException] = []
         self.reports = 0
+        self.drains = 0
         self.deliver: Callable[[Party, Any], None] = lambda _party, _message: None
 
     def send(self, _peer: PeerId, message: Message) -> None:
@@ -73,6 +74,9 @@ class Side:
 
     def report(self) -> None:
         self.reports += 1
+
+    def drain(self) -> None:
+        self.drains += 1
 
     def fault(self, error: BaseException) -> None:
         self.faults.append(error)
