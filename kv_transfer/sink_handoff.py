@@ -431,7 +431,7 @@ class SinkHandoff:
         return [Ready(self.transfer)]
 
     def _fits(self, message: Seal) -> bool:
-        """Whether the chunk is one that a correct source could announce: whole blocks, all components, inside, apart from others."""
+        """Whether the chunk is one that a correct source could announce: whole blocks, all components and layers, inside, apart."""
         size = self._layout.block_size_tokens
         aligned = message.start % size == 0 and (message.end % size == 0 or message.end == self.num_tokens)
         inside = self.have_tokens <= message.start < message.end <= self.num_tokens
@@ -440,7 +440,8 @@ class SinkHandoff:
         same = known is None or (known.start, known.end) == (message.start, message.end)
         others = [chunk for number, chunk in self.chunks.items() if number != message.chunk]
         apart = all(message.end <= chunk.start or chunk.end <= message.start for chunk in others)
-        return aligned and inside and complete and same and apart and message.component_mask == self._layout.component_mask
+        whole = message.component_mask == self._layout.component_mask and message.layer_range is None
+        return aligned and inside and complete and same and apart and whole
 
     def _state(self, pool: BlockPool, number: int) -> BlockState:
         return pool.state(self.chunks[number].local_ids[0])

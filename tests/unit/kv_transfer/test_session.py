@@ -771,6 +771,7 @@ def test_a_source_that_cancels_fails_what_needs_it() -> None:
         {"end": 40},
         {"blocks": ()},
         {"component_mask": 1},
+        {"layer_range": (0, 1)},
         {"start": 8, "end": 4},
     ],
     ids=str,
