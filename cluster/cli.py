@@ -7,6 +7,7 @@ Knows: commands and options. What they do lives in the modules that they import 
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -96,7 +97,12 @@ def _run_cluster(config: "ServeConfig") -> int:
     ray_session.set_ray_environment()
 
     async def run() -> int:
-        return await Supervisor(config, run_dir, Progress()).run()
+        supervisor = Supervisor(config, run_dir, Progress())
+        code = await supervisor.run()
+        if supervisor.has_lost_ray:  # its threads wait for what does not come, and leaving the interpreter would wait for them
+            logging.shutdown()
+            os._exit(code)
+        return code
 
     return asyncio.run(run())
 

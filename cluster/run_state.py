@@ -99,9 +99,12 @@ def write_run_state(run_dir: Path, state: RunState) -> None:
 
 
 def close_run_dir(run_dir: Path) -> None:
-    """The run has ended: forget its address and its secret, keep its logs."""
+    """The run has ended: forget its address and its secret, keep its logs and those of Ray."""
     (run_dir / STATE_FILE).unlink(missing_ok=True)
     (run_dir / SECRET_FILE).unlink(missing_ok=True)
+    ray_logs = run_dir / "ray" / "session_latest" / "logs"
+    if ray_logs.is_dir() and not (run_dir / "logs" / "ray").exists():
+        shutil.move(ray_logs.resolve(), run_dir / "logs" / "ray")
     shutil.rmtree(run_dir / "ray", ignore_errors=True)
 
 

@@ -37,10 +37,12 @@ from router.config import GatewayProcessConfig
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-READY_POLL_S = 0.1
+GATEWAY_POLL_S = 0.1
 GATEWAY_EXIT_GRACE_S = 3.0
 """What the gateway gets beyond its own drain time to close its connections and end."""
 LEFTOVER_GRACE_S = 3.0
+STOP_RAY_S = 20.0
+"""Stopping Ray takes 1 to 2 s; more than this, and it waits for something that will not come."""
 
 
 class RayLost(WorkerError):
@@ -67,7 +69,8 @@ class Supervisor:
         self._gateway: GatewayProcess | None = None
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._has_lost_ray = False
+        self.has_lost_ray = False
+        """Whether a call of Ray may never return: then the interpreter cannot end by itself."""
         self._reaper: subprocess.Popen[bytes] | None = None
 
     async def run(self) -> int:
@@ -106,9 +109,11 @@ class Supervisor:
             for task in tasks:
                 if task.done():
                     task.result()
-        except (ServingError, OSError) as error:
+        except Exception as error:
+            # The boundary of this process: whatever it was, everything is ended in order, and the traceback goes to the log.
             logger.exception("the cluster ends")
-            self._progress.text(f"error: {error}\nLogs: {self._log_dir}")
+            reason = str(error) if isinstance(error, ServingError | OSError) else f"{type(error).__name__}: {error}"
+            self._progress.text(f"error: {reason}\nLogs: {self._log_dir}")
             return 1
         finally:
             await _cancel(stopping, *tasks)
@@ -156,35 +161,33 @@ class Supervisor:
         self._reaper = process_tree.start_reaper(ray_session.find_agents())
         ray_processes = process_tree.find_children(ray_session.CORE_PROCESSES)
         await self._fleet.place()
-        announcing = asyncio.ensure_future(self._announce_when_ready())
-        try:
-            while True:
-                self._fleet.changed.clear()
-                self._check_ray(ray_processes)
-                await self._fleet.tick()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(cluster.tick_s):
-                        await self._fleet.changed.wait()
-        finally:
-            await _cancel(announcing)
+        is_announced = False
+        while True:
+            self._fleet.changed.clear()
+            self._check_ray(ray_processes)
+            await self._fleet.tick()
+            is_announced = is_announced or await self._try_announce()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(cluster.tick_s):
+                    await self._fleet.changed.wait()
 
     def _check_ray(self, processes: list[psutil.Process]) -> None:
         """Raise RayLost when Ray itself has died: workers die with it, and nobody could start new ones."""
         ended = process_tree.find_ended(processes)
         if ended:
-            self._has_lost_ray = True
-            raise RayLost(f"Ray has died (pid {ended[0]}); its logs are in {self._run_dir}/ray/session_latest/logs")
+            self.has_lost_ray = True
+            raise RayLost(f"Ray has died (pid {ended[0]}); its logs: {self._log_dir}/ray")
 
-    async def _announce_when_ready(self) -> None:
+    async def _try_announce(self) -> bool:
+        """Say how to use the cluster if it can serve now, else show what is awaited. Returns whether it could."""
         gateway = self._gateway
         assert gateway is not None, "the directory opens first"
-        while True:
-            is_ready = await gateway.is_ready()
-            missing: list[str] = [*self._fleet.missing, *([] if is_ready else ["the gateway"])]
-            if not missing:
-                break
+        missing: list[str] = list(self._fleet.missing)
+        if not missing and not await gateway.is_ready():
+            missing = ["the gateway"]
+        if missing:
             self._progress.waiting_for(missing)
-            await asyncio.sleep(READY_POLL_S)
+            return False
         model = self._config.gateway.model_name
         self._progress.event(f"ready: serving {model} ({self._config.runtime.checkpoint}) on {gateway.url}")
         self._progress.text(
@@ -193,6 +196,7 @@ class Supervisor:
             f"""    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Spell the word planet."}}]}}'\n\n"""
             f"  Logs: {self._log_dir}   Workers: glm-cluster status   Ctrl-C finishes what runs and stops.\n"
         )
+        return True
 
     async def _keep_gateway(self) -> None:
         """Run the gateway and start it again when it dies. Raises StartFailed when it never came up."""
@@ -204,7 +208,7 @@ class Supervisor:
             await gateway.start()
             while gateway.is_running and not has_been_ready:
                 has_been_ready = await gateway.is_ready()
-                await asyncio.sleep(READY_POLL_S)
+                await asyncio.sleep(GATEWAY_POLL_S)
             code = await gateway.wait()
             failures = 1 if time.monotonic() - started_at_s >= policy.stable_after_s else failures + 1
             if not has_been_ready and failures >= policy.max_failed_starts:
@@ -218,20 +222,12 @@ class Supervisor:
     async def _shut_down(self) -> None:
         """End everything in order, each step bounded, and say what had to be given up. Works from any half-way point."""
         self._stop.set()
-        with contextlib.suppress(OSError):
-            await self._end_gateway()
-        if not self._has_lost_ray:  # its calls would wait for it
-            killed = await self._fleet.stop_all(self._config.cluster.restart.stop_grace_s, self._hurry)
-            if killed:
-                self._progress.event(f"killed, as they did not stop in time: {', '.join(killed)}")
-            await self._call_ray(ray_session.stop_ray)
-        await self._directory.close()
-        loop = asyncio.get_running_loop()
-        stubborn = await loop.run_in_executor(None, process_tree.end_descendants, LEFTOVER_GRACE_S)
-        if stubborn:
-            logger.warning("processes killed at the end pids=%s", stubborn)
-        if self._reaper is not None:
-            self._reaper.wait()
+        for step in (self._end_gateway, self._end_workers, self._end_ray, self._directory.close, self._end_leftovers):
+            try:
+                await step()
+            except Exception:
+                # A step that fails must not keep the next ones from ending what they know.
+                logger.exception("shutdown step failed step=%s", step.__name__)
         run_state.close_run_dir(self._run_dir)
         self._progress.event("stopped")
 
@@ -252,6 +248,32 @@ class Supervisor:
             gateway.kill()
             await ended
         await _cancel(hurrying)
+
+    async def _end_workers(self) -> None:
+        if self.has_lost_ray:  # its calls would wait for it; `_end_leftovers` finds the processes
+            return
+        killed = await self._fleet.stop_all(self._config.cluster.restart.stop_grace_s, self._hurry)
+        if killed:
+            self._progress.event(f"killed, as they did not stop in time: {', '.join(killed)}")
+
+    async def _end_ray(self) -> None:
+        if self.has_lost_ray:
+            return
+        try:
+            async with asyncio.timeout(STOP_RAY_S):
+                await self._call_ray(ray_session.stop_ray)
+        except TimeoutError:
+            self.has_lost_ray = True
+            logger.warning("Ray did not stop within %g s", STOP_RAY_S)
+
+    async def _end_leftovers(self) -> None:
+        """Whatever is still below this process, and the reaper, which is among it."""
+        loop = asyncio.get_running_loop()
+        stubborn = await loop.run_in_executor(None, process_tree.end_descendants, LEFTOVER_GRACE_S)
+        if stubborn:
+            logger.warning("processes killed at the end pids=%s", stubborn)
+        if self._reaper is not None:
+            self._reaper.wait()
 
     # -- plumbing ------------------------------------------------------------------------------------------------------------
 

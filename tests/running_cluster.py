@@ -51,12 +51,6 @@ class RunningCluster:
         """One worker's row."""
         return next(worker for worker in self.status()["workers"] if worker["id"] == worker_id)
 
-    def kill_worker(self, worker_id: str) -> int:
-        """SIGKILL one worker's process. Returns its pid."""
-        pid = int(self.worker(worker_id)["pid"])
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
     def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """POST /v1/completions with token ids, greedy, not stopped by end tokens; the whole answer."""
         response = httpx.post(f"{self.url}/v1/completions", json=_body(prompt, max_tokens, parameters), timeout=REQUEST_TIMEOUT_S)

@@ -50,11 +50,15 @@ def test_the_state_of_a_dead_process_is_ignored_and_removed(tmp_path: Path) -> N
     child.wait()
     run_dir = make_run_dir(tmp_path / "state")
     write_secret(run_dir)
+    (run_dir / "ray" / "session_1" / "logs").mkdir(parents=True)
+    (run_dir / "ray" / "session_1" / "logs" / "raylet.out").write_text("why it died")
+    (run_dir / "ray" / "session_latest").symlink_to(run_dir / "ray" / "session_1")
     write_run_state(run_dir, _state(run_dir, pid=child.pid, started_at_s=1.0))
     assert find_runs(tmp_path / "state") == []
     assert not (run_dir / run_state.STATE_FILE).exists()
     assert not (run_dir / run_state.SECRET_FILE).exists()
-    assert (run_dir / "logs").is_dir()
+    assert not (run_dir / "ray").exists()
+    assert (run_dir / "logs" / "ray" / "raylet.out").read_text() == "why it died"
 
 
 def test_another_process_under_the_same_pid_is_not_our_cluster(tmp_path: Path) -> None:
