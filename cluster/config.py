@@ -17,10 +17,12 @@ from cluster.placement import Pool
 from cluster.reconcile import RestartPolicy
 from cluster.run_state import default_state_dir
 from decode_worker.config import DecodeConfig
-from glm_runtime.cache_layout import make_cache_layout, resolve_cache_format
+from glm_runtime.cache_format import SERVING_DEVICE, choose_cache_formats
+from glm_runtime.cache_layout import make_cache_layout
 from glm_runtime.config import GlmConfig
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.config import ProtocolTimers, TransportConfig, WireConfig
+from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout
 from prefill_worker.config import PrefillConfig
 from router.config import GatewayConfig, RouterConfig
@@ -113,22 +115,26 @@ def find_mistakes(config: ServeConfig, model: GlmConfig | None) -> list[Mistake]
 
 
 def make_layout(config: ServeConfig, model: GlmConfig) -> CacheLayout:
-    """The layout that the workers will have, without digests: enough for sizes."""
-    cache_format = resolve_cache_format(model, config.runtime.cache_format)
-    return make_cache_layout(model, cache_format, "", "", block_size_tokens=config.runtime.block_size_tokens)
+    """The layout that the workers will have, without digests: enough for sizes. Raises ConfigError as `choose_cache_formats` does."""
+    formats = choose_cache_formats(config.runtime, model, SERVING_DEVICE)
+    return make_cache_layout(model, formats, "", "", block_size_tokens=config.runtime.block_size_tokens)
 
 
 def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeConfig:
     """A new configuration in which nothing is left open but ports, secret and directory, which exist only once the run starts."""
     runtime = config.runtime
     checkpoint = Path(os.path.normpath(runtime.checkpoint.absolute()))
+    formats = choose_cache_formats(runtime, model, SERVING_DEVICE)
     max_model_len_tokens = min(runtime.max_model_len_tokens or model.max_position_embeddings, model.max_position_embeddings)
     return dataclasses.replace(
         config,
         runtime=dataclasses.replace(
             runtime,
             checkpoint=checkpoint,
-            cache_format=resolve_cache_format(model, runtime.cache_format),
+            attention_backend=formats.backend,
+            cache_format=formats.main,
+            index_format=formats.index,
+            index_scale=formats.index_scale,
             num_threads=runtime.num_threads or max(1, num_cores // config.num_workers),
             max_model_len_tokens=max_model_len_tokens,
         ),
@@ -230,7 +236,11 @@ def _check_parts(config: ServeConfig) -> Iterator[Mistake]:
 
 
 def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mistake]:
-    layout = make_layout(config, model)
+    try:
+        layout = make_layout(config, model)
+    except ConfigError as error:
+        yield Mistake(error.path or "runtime.block_size_tokens", error.reason)
+        return
     if config.router.keys_look_ahead != layout.looks_one_token_ahead:
         yield Mistake("router.keys_look_ahead", f"must be {str(layout.looks_one_token_ahead).lower()} for this checkpoint's cache layout")
     longest = config.runtime.max_model_len_tokens

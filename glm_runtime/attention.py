@@ -17,6 +17,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import IndexGroup, Selection, make_selection
 from glm_runtime.indexer import Indexer
 from glm_runtime.numerics import Numerics
+from glm_runtime.ops.cache_rows import load_blocks
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.fused_norm_rope import LatentNorms, fused_norm_rope
 from glm_runtime.ops.sparse_mla import sparse_mla
@@ -109,7 +110,7 @@ class Attention:
         queries = torch.cat((absorbed, rotary), dim=-1)  # [T, H, C + R]
         latents, _ = sparse_mla(
             queries,
-            mla.rows,
+            mla,
             addresses,
             latent_dim=self.config.kv_lora_rank,
             scale=self.config.qk_head_dim**-0.5,
@@ -123,7 +124,7 @@ class Attention:
         nope: [t, H, N], rotary: [t, H, R] of one span; block_table: [B]. Returns [t, H, V].
         """
         num_blocks = -(-span.end // mla.block_size_tokens)
-        context = mla.blocks.index_select(0, block_table[:num_blocks]).flatten(0, 1)[: span.end].to(nope.dtype)
+        context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(nope.dtype)
         latents, shared_key = context[:, : self.config.kv_lora_rank], context[:, self.config.kv_lora_rank :]
         keys = torch.einsum("sc,hnc->shn", latents, self.weights.key_up)
         values = torch.einsum("sc,hcv->shv", latents, self.weights.value_up)

@@ -3,66 +3,50 @@
 Every other part (pool, transfer, planner, kernels) takes sizes and offsets from the layout made here.
 """
 
-from typing import Literal
+from collections.abc import Mapping
 
+from glm_runtime.cache_format import CacheFormats
 from glm_runtime.config import GlmConfig
-from kv_transfer.errors import ConfigError
+from glm_runtime.row_format import index_encoding, make_row_format, mla_encoding, row_format_of
 from kv_transfer.layout import CacheComponent, CacheLayout
 
-CacheFormat = Literal["bf16", "fp32"]
 MLA_KV = "mla_kv"
 INDEX_K = "index_k"
 BLOCK_SIZE_TOKENS = 64
 
-_ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
-_FORMATS: dict[str, CacheFormat] = {"bf16": "bf16", "fp32": "fp32"}
-_FORMAT_OF_DTYPE: dict[str, CacheFormat] = {"bfloat16": "bf16", "float32": "fp32"}
-
-
-def resolve_cache_format(config: GlmConfig, requested: str) -> CacheFormat:
-    """The format that `requested` means for this checkpoint: "auto" is the checkpoint's own dtype.
-
-    Raises ConfigError for a format that does not exist.
-    """
-    if requested == "auto":
-        return _FORMAT_OF_DTYPE[config.dtype]
-    if requested not in _FORMATS:
-        raise ConfigError(f"is {requested!r}; expected 'auto', 'bf16' or 'fp32'", path="runtime.cache_format")
-    return _FORMATS[requested]
-
 
 def make_cache_layout(
-    config: GlmConfig, cache_format: CacheFormat, model_digest: str, tokenizer_digest: str, *, block_size_tokens: int = BLOCK_SIZE_TOKENS
+    config: GlmConfig, formats: CacheFormats, model_digest: str, tokenizer_digest: str, *, block_size_tokens: int = BLOCK_SIZE_TOKENS
 ) -> CacheLayout:
     """The layout of one block: the MLA rows of all layers, then the index keys of the layers that own an indexer.
 
     Raises ConfigError for dimensions that would break the alignment of regions.
     """
-    components = (mla_component(config, cache_format), index_component(config, cache_format))
+    components = (mla_component(config, formats), index_component(config, formats))
     return CacheLayout(block_size_tokens, components, model_digest, tokenizer_digest)
 
 
-def element_format(component: CacheComponent) -> CacheFormat:
-    """What one element of a component is. Raises KeyError for an encoding that this module did not make."""
-    return _FORMATS[component.encoding.split(";")[0]]
-
-
-def mla_component(config: GlmConfig, cache_format: CacheFormat) -> CacheComponent:
-    """One row per token and layer: [latent after its norm | rotary key after rotation]."""
+def mla_component(config: GlmConfig, formats: CacheFormats) -> CacheComponent:
+    """One row per token and layer: [latent after its norm | rotary key after rotation], rounded as the format says."""
     return CacheComponent(
         name=MLA_KV,
         layers=tuple(range(config.num_hidden_layers)),
-        bytes_per_token=config.latent_dim * _ELEMENT_BYTES[cache_format],
-        encoding=f"{cache_format}; latent {config.kv_lora_rank} | kpe {config.qk_rope_head_dim}; kpe rope pairs interleaved",
+        bytes_per_token=make_row_format(formats.main_kind, config.latent_dim).bytes_per_token,
+        encoding=mla_encoding(formats.main_kind, config.kv_lora_rank, config.qk_rope_head_dim),
     )
 
 
-def index_component(config: GlmConfig, cache_format: CacheFormat) -> CacheComponent:
+def index_component(config: GlmConfig, formats: CacheFormats) -> CacheComponent:
     """One key per token and indexing layer: [rotated | not rotated], after LayerNorm."""
-    rotated, passed = config.qk_rope_head_dim, config.index_head_dim - config.qk_rope_head_dim
+    rotated = config.qk_rope_head_dim
     return CacheComponent(
         name=INDEX_K,
         layers=config.indexing_layers,
-        bytes_per_token=config.index_head_dim * _ELEMENT_BYTES[cache_format],
-        encoding=f"{cache_format}; rotated {rotated} | passed {passed}; rope pairs interleaved; no Hadamard; no scale",
+        bytes_per_token=make_row_format(formats.index_kind, config.index_head_dim).bytes_per_token,
+        encoding=index_encoding(formats.index_kind, rotated, config.index_head_dim - rotated),
     )
+
+
+def landed_formats(layout: CacheLayout) -> Mapping[str, str]:
+    """The format of each component by name, for reports: {"mla_kv": "fp8_ds_mla", "index_k": "fp8 fp32-scaled"}."""
+    return {component.name: row_format_of(component).kind.value for component in layout.components}

@@ -12,6 +12,7 @@ from torch import Tensor
 from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import list_all_visible
 from glm_runtime.numerics import Numerics
+from glm_runtime.ops.cache_rows import round_queries
 from glm_runtime.ops.fused_norm_rope import IndexKeyNorm, store_index_keys
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS, index_logits
 from glm_runtime.ops.select_topk import select_topk
@@ -67,12 +68,14 @@ class Indexer:
     def select(self, queries: Tensor, weights: Tensor, batch: StepBatch, region: CacheRegion) -> Tensor:
         """The tokens each row attends to: [T, W] int64, ascending, -1 after the last.
 
-        W is index_topk, or in fast mode no more than the step needs. queries: [T, H, D]; weights: [T, H] fp32. The step's own keys
-        must be stored. Rows that see at most index_topk tokens get all of them, without scores.
+        W is index_topk, or in fast mode no more than the step needs. queries: [T, H, D]; weights: [T, H] fp32; beside packed keys queries
+        are rounded like keys. The step's own keys must be stored. Rows that see at most index_topk tokens get all of them, without scores.
         """
         topk = self.config.index_topk
         width = topk if self.numerics.is_deterministic else min(topk, batch.max_visible)
         lists = list_all_visible(batch, width)
+        if batch.scored:
+            queries, weights = round_queries(queries, weights, region.row_format)
         for scored in batch.scored:
             self._select_scored(lists, queries, weights, scored, region)
         return lists
@@ -95,4 +98,4 @@ class Indexer:
 
     def score(self, queries: Tensor, weights: Tensor, region: CacheRegion, block_tables: Tensor, positions: Tensor) -> Tensor:
         """[R, t, S] fp32 scores of a rectangle of rows; -inf beyond a row's own position."""
-        return index_logits(queries, weights, region.blocks, block_tables, positions, gemm=self.numerics.gemm)
+        return index_logits(queries, weights, region, block_tables, positions, gemm=self.numerics.gemm)

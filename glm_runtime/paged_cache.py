@@ -1,49 +1,56 @@
-"""A pool of blocks as typed tensor views: one per (component, layer), all over the same bytes.
+"""A pool of blocks as typed tensor views: the planes of each (component, layer), all over the same bytes.
 
 Knows: how a block id and an offset become an address. Takes sizes and offsets from the `CacheLayout`, ids from its callers. Does
-not know which blocks are in use. The pool is block-major, so a region's outermost stride is the whole block.
+not know which blocks are in use, nor what numbers the bytes stand for (`ops/cache_rows`). The pool is block-major, so a region's
+outermost stride is the whole block.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from glm_runtime.cache_layout import element_format
+from glm_runtime.row_format import RowFormat, RowKind, row_format_of
 from kv_transfer.layout import REGION_ALIGNMENT_BYTES, CacheComponent, CacheLayout
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {RowKind.BF16: torch.bfloat16, RowKind.FP32: torch.float32}
+"""Other kinds are bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRegion:
     """One layer of one component in all blocks. Views; they live as long as the pool.
 
-    blocks: [P, block_size, D], strided over the pool. rows: [U, D], overlapping: row u starts u * `unit` elements into the region,
-    so that any cached row is one index into a plain 2-D tensor. Read only; stores go through `blocks`.
+    row_format: what a row is. planes: [P, block_size, W] each, strided over the pool, of the format's dtype or bytes; most formats have
+    one. rows: [U, W], overlapping, of the first plane: row u starts u * `unit` elements into the region, so that any cached row is one
+    index into a plain 2-D tensor. Read only; stores go through `put`.
     """
 
-    blocks: Tensor
+    row_format: RowFormat
+    planes: tuple[Tensor, ...]
     rows: Tensor
     unit: int
 
     @property
     def block_size_tokens(self) -> int:
-        return self.blocks.shape[1]
+        return self.planes[0].shape[1]
 
     def addresses(self, slots: Tensor) -> Tensor:
         """Rows of `rows` for slots (block_id * block_size + offset), any shape; -1 stays -1. The same for all layers of a component."""
-        size = self.block_size_tokens
+        size, blocks = self.block_size_tokens, self.planes[0]
         block_ids = torch.div(slots, size, rounding_mode="floor")
-        elements = block_ids * self.blocks.stride(0) + (slots - block_ids * size) * self.blocks.stride(1)
+        elements = block_ids * blocks.stride(0) + (slots - block_ids * size) * blocks.stride(1)
         return torch.where(slots < 0, -1, torch.div(elements, self.unit, rounding_mode="floor"))
 
-    def store(self, slots: Tensor, values: Tensor) -> None:
-        """Write values [T, D] at slots [T], each rounded to the cache's dtype; no slot may be negative or occur twice."""
+    def put(self, slots: Tensor, stored: Sequence[Tensor]) -> None:
+        """Write rows as they are, one [T, W] per plane, at slots [T]; no slot may be negative or occur twice."""
         size = self.block_size_tokens
         block_ids = torch.div(slots, size, rounding_mode="floor")
-        self.blocks.index_put_((block_ids, slots - block_ids * size), values.to(self.blocks.dtype))
+        offsets = slots - block_ids * size
+        for plane, rows in zip(self.planes, stored, strict=True):
+            plane.index_put_((block_ids, offsets), rows)
 
 
 class PagedCache:
@@ -68,12 +75,20 @@ class PagedCache:
         return self._regions[component, layer]
 
     def _region(self, flat: Tensor, component: CacheComponent, offset_bytes: int) -> CacheRegion:
-        dtype = _DTYPES[element_format(component)]
-        elements = flat.view(dtype)
-        width = component.bytes_per_token // dtype.itemsize
-        block_stride = self.layout.block_bytes // dtype.itemsize
-        offset = offset_bytes // dtype.itemsize
-        blocks = elements.as_strided((self.num_blocks, self.block_size_tokens, width), (block_stride, width, 1), offset)
-        unit = math.gcd(width, REGION_ALIGNMENT_BYTES // dtype.itemsize)
+        row_format = row_format_of(component)
+        elements = flat.view(_DTYPES.get(row_format.kind, torch.uint8))
+        planes = tuple(
+            self._plane(elements, size, offset_bytes + plane_offset)
+            for size, plane_offset in zip(row_format.plane_bytes, row_format.plane_offsets(self.block_size_tokens), strict=True)
+        )
+        first = planes[0]
+        width, offset = first.shape[2], first.storage_offset()
+        unit = math.gcd(width, REGION_ALIGNMENT_BYTES // elements.itemsize)
         num_rows = (elements.numel() - offset - width) // unit + 1
-        return CacheRegion(blocks, elements.as_strided((num_rows, width), (unit, 1), offset), unit)
+        return CacheRegion(row_format, planes, elements.as_strided((num_rows, width), (unit, 1), offset), unit)
+
+    def _plane(self, elements: Tensor, bytes_per_token: int, offset_bytes: int) -> Tensor:
+        width = bytes_per_token // elements.itemsize
+        block_stride = self.layout.block_bytes // elements.itemsize
+        shape = (self.num_blocks, self.block_size_tokens, width)
+        return elements.as_strided(shape, (block_stride, width, 1), offset_bytes // elements.itemsize)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from glm_runtime.cache_layout import make_cache_layout, resolve_cache_format
+from glm_runtime.cache_format import SERVING_DEVICE, CacheFormats, choose_cache_formats
+from glm_runtime.cache_layout import make_cache_layout
 from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenizer_digest
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
@@ -29,6 +30,7 @@ class GlmRuntime:
 
     runtime_config: RuntimeConfig
     config: GlmConfig
+    formats: CacheFormats
     layout: CacheLayout
     weights_version: str
     model: GlmModel
@@ -37,15 +39,16 @@ class GlmRuntime:
     def load(cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None) -> "GlmRuntime":
         """Read and check the checkpoint and load its weights; takes seconds to minutes. Sets torch's thread count for the process.
 
-        Raises ConfigError as `check_checkpoint` does, when `cache_bytes` holds no block, when a length is not what the model can
-        do, and when the deterministic mode cannot be had on this machine.
+        Raises ConfigError as `check_checkpoint` and `choose_cache_formats` do, when `cache_bytes` holds no block, when a length is not
+        what the model can do, and when the deterministic mode cannot be had on this machine.
         """
         directory = Path(runtime_config.checkpoint)
         config = check_checkpoint(directory)
         version = checkpoint_digest(directory)
+        formats = choose_cache_formats(runtime_config, config, SERVING_DEVICE)
         layout = make_cache_layout(
             config,
-            resolve_cache_format(config, runtime_config.cache_format),
+            formats,
             model_digest=version,
             tokenizer_digest=tokenizer_digest(directory),
             block_size_tokens=runtime_config.block_size_tokens,
@@ -57,10 +60,15 @@ class GlmRuntime:
         numerics = make_numerics(runtime_config.numerics, config, gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)})
         model = build_model(config, weights, numerics, runtime_config.max_model_len_tokens or config.max_position_embeddings)
         logger.info(
+            "cache formats chosen requested=%s backend=%s device=%s cache_format=%s index_format=%s index_scale=%s bytes_per_token=%g",
+            runtime_config.cache_format, formats.backend, SERVING_DEVICE, formats.main, formats.index, formats.index_scale,
+            layout.bytes_per_token,
+        )  # fmt: skip
+        logger.info(
             "model loaded checkpoint=%s weights_version=%s numerics=%s row_tile=%d threads=%d block_bytes=%d",
             directory, version, numerics.mode, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
         )  # fmt: skip
-        return cls(runtime_config=runtime_config, config=config, layout=layout, weights_version=version, model=model)
+        return cls(runtime_config=runtime_config, config=config, formats=formats, layout=layout, weights_version=version, model=model)
 
     @property
     def num_blocks(self) -> int:

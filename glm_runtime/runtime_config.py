@@ -4,7 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-CacheFormatChoice = Literal["auto", "bf16", "fp32"]
+CacheFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
+IndexFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "mxfp4"]
+IndexScaleChoice = Literal["auto", "none", "fp32", "ue8m0"]
+BackendChoice = Literal["auto", "native", "flashmla_sparse", "flashinfer_mla_sparse"]
 NumericsChoice = Literal["deterministic", "fast"]
 
 
@@ -12,14 +15,19 @@ NumericsChoice = Literal["deterministic", "fast"]
 class RuntimeConfig:
     """One rank's runtime.
 
-    cache_format: "auto" takes the checkpoint's dtype. numerics: "deterministic" makes a row's bits depend on its own sequence
-    only; "fast" computes in the checkpoint's dtype. num_threads: None keeps torch's choice. cache_bytes: the pool; it is rounded
-    down to whole blocks. max_step_tokens: most rows one step may have. max_model_len_tokens: longest sequence; None takes the
-    model's max_position_embeddings.
+    attention_backend: whose kernels read the MLA cache; "auto" takes this runtime's own. cache_format: of the MLA cache; "auto" and
+    "fp8" become what the backend reads on this device. index_format: of the index keys; "auto" follows the MLA cache. index_scale:
+    bytes of an index key's scale; "auto" follows format and device. `cache_format.py` has the table of all four.
+    numerics: "deterministic" makes a row's bits depend on its own sequence only; "fast" computes in the checkpoint's dtype.
+    num_threads: None keeps torch's choice. cache_bytes: the pool; it is rounded down to whole blocks. max_step_tokens: most rows one
+    step may have. max_model_len_tokens: longest sequence; None takes the model's max_position_embeddings.
     """
 
     checkpoint: Path
+    attention_backend: BackendChoice = "auto"
     cache_format: CacheFormatChoice = "auto"
+    index_format: IndexFormatChoice = "auto"
+    index_scale: IndexScaleChoice = "auto"
     numerics: NumericsChoice = "deterministic"
     num_threads: int | None = None
     cache_bytes: int = 512 << 20

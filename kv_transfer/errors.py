@@ -153,10 +153,11 @@ class DeadlineExceeded(ServingError):
 
 
 class ConfigError(ServingError):
-    """A mistake found before anything starts. `path` names the file and, after a colon, the field."""
+    """A mistake found before anything starts. `path` names the file and, after a colon, the field; `reason` is the message without it."""
 
     code: ClassVar[str] = "config_error"
 
     def __init__(self, message: str, *, path: str = "", **fields: object) -> None:
         super().__init__(f"{path}: {message}" if path else message, **fields)
         self.path = path
+        self.reason = message

@@ -4,6 +4,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from glm_runtime.paged_cache import CacheRegion
+
 Impl = Literal["reference", "cpu"]
 
 
@@ -17,3 +19,9 @@ def check_shape(op: str, argument: str, tensor: Tensor, expected: tuple[int, ...
     actual = tuple(tensor.shape)
     if len(actual) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, actual, strict=True)):
         raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")
+
+
+def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> None:
+    """Raises ValueError naming op, argument, expected and actual numbers of a row of the region."""
+    if region.row_format.width != expected:
+        raise ValueError(f"{op}: {argument} has rows of {region.row_format.width} numbers; expected {expected}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from glm_runtime.indexer import KEY_NORM_EPS, Indexer
 from glm_runtime.moe import MixtureOfExperts
 from glm_runtime.norm import layer_norm
+from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import RopeTable
 from glm_runtime.runtime import GlmRuntime
@@ -201,14 +202,14 @@ class HalfSplitIndexer(Indexer):
 
     def store_keys(self, raw_keys: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, region: CacheRegion) -> None:
         keys = self.rotate(layer_norm(raw_keys, self.weights.k_norm_weight, self.weights.k_norm_bias, KEY_NORM_EPS), cos, sin)
-        region.store(batch.slots[: batch.num_rows], keys[: batch.num_rows])
+        store_rows(region, batch.slots[: batch.num_rows], keys[: batch.num_rows])
 
 
 class LinearIndexer(Indexer):
     """The fault: the ReLU between dot product and head weight is missing."""
 
     def score(self, queries: Tensor, weights: Tensor, region: CacheRegion, block_tables: Tensor, positions: Tensor) -> Tensor:
-        keys = region.blocks[block_tables].flatten(1, 2).float().nan_to_num()
+        keys = region.planes[0][block_tables].flatten(1, 2).float().nan_to_num()
         scores = torch.einsum("rth,rthd,rsd->rts", weights, queries, keys)
         return scores.masked_fill(torch.arange(keys.shape[1]) > positions[..., None], float("-inf"))
 

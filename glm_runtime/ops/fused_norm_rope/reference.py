@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.norm import layer_norm, rms_norm
+from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import rotate_interleaved
 
@@ -38,13 +39,13 @@ def fused_norm_rope(projected: Tensor, norms: LatentNorms, cos: Tensor, sin: Ten
 
     projected: [T, Q + C + R]. cos, sin: [T, R / 2] fp32. slots: [T] int64, -1 stores nothing.
     Returns qc': [T, Q] of projected's dtype, new; is computed for padding rows too.
-    Rounds: each norm and the rotation once to projected's dtype, then once to the cache's.
+    Rounds: each norm and the rotation once to projected's dtype, then as the cache's format does (`cache_rows`).
     """
     q_rank, kv_rank = norms.q_weight.shape[0], norms.kv_weight.shape[0]
     query_latent = rms_norm(projected[:, :q_rank], norms.q_weight, norms.eps)
     latent = rms_norm(projected[:, q_rank : q_rank + kv_rank], norms.kv_weight, norms.eps)
     shared_key = rotate_interleaved(projected[:, q_rank + kv_rank :], cos, sin)
-    _store_valid(mla, slots, torch.cat((latent, shared_key), dim=-1))
+    store_rows(mla, slots, torch.cat((latent, shared_key), dim=-1))
     return query_latent
 
 
@@ -56,9 +57,4 @@ def store_index_keys(raw_keys: Tensor, norm: IndexKeyNorm, cos: Tensor, sin: Ten
     keys = layer_norm(raw_keys, norm.weight, norm.bias, norm.eps)
     rope_dim = 2 * cos.shape[1]
     rotated = rotate_interleaved(keys[:, :rope_dim], cos, sin)
-    _store_valid(index, slots, torch.cat((rotated, keys[:, rope_dim:]), dim=-1))
-
-
-def _store_valid(region: CacheRegion, slots: Tensor, values: Tensor) -> None:
-    valid = (slots >= 0).nonzero().squeeze(1)
-    region.store(slots[valid], values[valid])
+    store_rows(index, slots, torch.cat((rotated, keys[:, rope_dim:]), dim=-1))

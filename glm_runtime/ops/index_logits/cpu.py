@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from glm_runtime.linear import Gemm
+from glm_runtime.ops.cache_rows import load_blocks
+from glm_runtime.paged_cache import CacheRegion
 
 KEY_TILE_TOKENS = 512
 """Large enough for the BLAS (measured: 100 GFLOP/s a core from 256 on), small enough that short contexts pad little."""
@@ -16,21 +18,24 @@ _DOTS_AT_ONCE = 1024
 """Rows of one product: with a tile of keys 2 MB of dots, which stay in the cache for the four passes over them."""
 
 
-def index_logits(queries: Tensor, weights: Tensor, blocks: Tensor, block_tables: Tensor, positions: Tensor, gemm: Gemm) -> Tensor:
+def index_logits(queries: Tensor, weights: Tensor, keys: CacheRegion, block_tables: Tensor, positions: Tensor, gemm: Gemm) -> Tensor:
     """Contract: `reference.index_logits`; S must be a multiple of KEY_TILE_TOKENS."""
     num_sequences, num_rows, num_heads, width = queries.shape
-    block_size = blocks.shape[1]
+    block_size = keys.block_size_tokens
     context = block_tables.shape[1] * block_size
     scores = torch.empty(num_sequences, num_rows, context)
     tile_blocks = KEY_TILE_TOKENS // block_size
     row_step = max(1, _DOTS_AT_ONCE // (num_sequences * num_heads))
     for tile in range(context // KEY_TILE_TOKENS):
         block_ids = block_tables[:, tile * tile_blocks : (tile + 1) * tile_blocks].reshape(-1)
-        keys = blocks.index_select(0, block_ids).float().view(num_sequences, KEY_TILE_TOKENS, width).transpose(1, 2)
+        numbers, scales = load_blocks(keys, block_ids)
+        stored = numbers.view(num_sequences, KEY_TILE_TOKENS, width).transpose(1, 2)
         columns = slice(tile * KEY_TILE_TOKENS, (tile + 1) * KEY_TILE_TOKENS)
         for first in range(0, num_rows, row_step):
             rows = slice(first, first + row_step)
-            _score_tile(scores[:, rows, columns], queries[:, rows].float(), weights[:, rows], keys, gemm)
+            _score_tile(scores[:, rows, columns], queries[:, rows].float(), weights[:, rows], stored, gemm)
+        if scales is not None:
+            scores[:, :, columns].mul_(scales.view(num_sequences, 1, KEY_TILE_TOKENS))
     return scores.masked_fill_(torch.arange(context) > positions[..., None], float("-inf"))
 
 

@@ -2,20 +2,21 @@
 
 from torch import Tensor
 
-from glm_runtime.ops.impl import Impl, check_shape, choose_impl
+from glm_runtime.ops.impl import Impl, check_shape, check_width, choose_impl
 from glm_runtime.ops.sparse_mla import cpu, reference
+from glm_runtime.paged_cache import CacheRegion
 
 __all__ = ["sparse_mla"]
 
 
 def sparse_mla(
-    queries: Tensor, rows: Tensor, addresses: Tensor, *, latent_dim: int, scale: float, scratch_bytes: int, impl: Impl | None = None
+    queries: Tensor, mla: CacheRegion, addresses: Tensor, *, latent_dim: int, scale: float, scratch_bytes: int, impl: Impl | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend to the listed rows. See `reference.py`. Raises ValueError for shapes that do not fit together."""
-    check_shape("sparse_mla", "rows", rows, (-1, queries.shape[2]))
+    check_width("sparse_mla", "mla", mla, queries.shape[2])
     check_shape("sparse_mla", "addresses", addresses, (queries.shape[0], -1))
     if not 0 < latent_dim <= queries.shape[2]:
         raise ValueError(f"sparse_mla: latent_dim is {latent_dim}; queries are {queries.shape[2]} wide")
     if choose_impl(impl, queries) == "cpu":
-        return cpu.sparse_mla(queries, rows, addresses, latent_dim, scale, scratch_bytes)
-    return reference.sparse_mla(queries, rows, addresses, latent_dim, scale)
+        return cpu.sparse_mla(queries, mla, addresses, latent_dim, scale, scratch_bytes)
+    return reference.sparse_mla(queries, mla, addresses, latent_dim, scale)

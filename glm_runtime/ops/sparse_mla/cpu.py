@@ -7,9 +7,12 @@ on its own list only, as long as lists have one width and the same tokens in the
 import torch
 from torch import Tensor
 
+from glm_runtime.ops.cache_rows import decode_rows
+from glm_runtime.paged_cache import CacheRegion
+
 
 def sparse_mla(
-    queries: Tensor, rows: Tensor, addresses: Tensor, latent_dim: int, scale: float, scratch_bytes: int
+    queries: Tensor, mla: CacheRegion, addresses: Tensor, latent_dim: int, scale: float, scratch_bytes: int
 ) -> tuple[Tensor, Tensor]:
     """Contract: `reference.sparse_mla`. scratch_bytes: bound of the gathered rows, at least one query row is done at a time."""
     num_rows, num_heads, width = queries.shape
@@ -18,10 +21,10 @@ def sparse_mla(
     lse = torch.empty(num_rows, num_heads)
     step = min(num_rows, max(1, scratch_bytes // max(1, list_width * width * 4)))
     # Two buffers for all pieces: fresh pages for each would cost more than the arithmetic.
-    stored, wide = rows.new_empty(step * list_width, width), torch.empty(step * list_width, width)
+    stored, wide = mla.rows.new_empty(step * list_width, mla.rows.shape[1]), torch.empty(step * list_width, width)
     for start in range(0, num_rows, step):
         piece = slice(start, start + step)
-        keys, is_padding = _gather(rows, addresses[piece], stored, wide)
+        keys, is_padding = _gather(mla, addresses[piece], stored, wide)
         logits = torch.bmm(queries[piece].float(), keys.transpose(1, 2)).mul_(scale)  # [t, H, W]
         if is_padding is not None:
             logits.masked_fill_(is_padding[:, None, :], float("-inf"))
@@ -34,15 +37,15 @@ def sparse_mla(
     return attended, lse
 
 
-def _gather(rows: Tensor, addresses: Tensor, stored: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
+def _gather(mla: CacheRegion, addresses: Tensor, stored: Tensor, wide: Tensor) -> tuple[Tensor, Tensor | None]:
     """The listed rows in fp32 [t, W, D], zeros for padding (0 x NaN would be NaN), and where padding is, if anywhere.
 
-    stored, wide: [>= t * W, D] buffers of the cache's dtype and of fp32; the result is a view of `wide`.
+    stored, wide: at least t * W rows, as the cache stores them and as fp32 numbers; the result is a view of `wide`.
     """
     count = addresses.numel()
     is_padding = addresses < 0
-    torch.index_select(rows, 0, addresses.clamp_min(0).view(-1), out=stored[:count])
-    keys = wide[:count].copy_(stored[:count])
+    torch.index_select(mla.rows, 0, addresses.clamp_min(0).view(-1), out=stored[:count])
+    keys, _ = decode_rows((stored[:count],), mla.row_format, out=wide[:count])
     if not is_padding.any():
         return keys.view(*addresses.shape, -1), None
     keys[is_padding.view(-1)] = 0.0

@@ -34,7 +34,8 @@ def test_an_empty_file_is_the_default_configuration(tmp_path: Path) -> None:
 def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
     config, _ = load_config(None)
     assert config.runtime.checkpoint == SHIPPED_CHECKPOINT
-    assert config.runtime.cache_format == "bf16"
+    assert config.runtime.cache_format == config.runtime.index_format == "bf16"
+    assert (config.runtime.attention_backend, config.runtime.index_scale) == ("native", "none")
     assert config.runtime.numerics == "deterministic"
     assert config.runtime.num_threads is not None
     assert config.gateway.max_model_len_tokens == config.runtime.max_model_len_tokens == 8192
@@ -52,7 +53,17 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[gateway]\nport = 80.5", "gateway.port: input should be a valid integer, not 80.5"),
         ("[gateway]\nport = true", "gateway.port: input should be a valid integer, not true"),
         ("[gateway]\nport = 65536", "gateway.port: is 65536; a port is below 65536 (0 takes a free one)"),
-        ("[runtime]\ncache_format = 'fp7'", "runtime.cache_format: input should be 'auto', 'bf16' or 'fp32', not \"fp7\""),
+        ("[runtime]\ncache_format = 'fp7'", "runtime.cache_format: input should be 'auto', 'bf16', 'fp32', 'fp8', 'fp8_e4m3', "),
+        ("[runtime]\nattention_backend = 'flashmla_sparse'", "runtime.attention_backend: is 'flashmla_sparse', which does not run on cpu"),
+        (
+            "[runtime]\ncache_format = 'fp8'\nindex_format = 'bf16'",
+            "runtime.index_format: is 'bf16'; index keys beside a fp8_ds_mla cache are",
+        ),
+        ("[runtime]\nindex_scale = 'ue8m0'", "runtime.index_scale: is 'ue8m0'; the scale of bf16 index keys is 'none'"),
+        (
+            "[runtime]\nindex_format = 'fp8'\nblock_size_tokens = 8\n[router]\nblock_size_tokens = 8",
+            "runtime.block_size_tokens: component index_k",
+        ),
         ("[decode]\nmax_running = 0", "decode.max_running: is 0; it must be above 0"),
         ("[router]\nlocal_prefill_below_tokens = -1", "router.local_prefill_below_tokens: is -1; it must be 0 or above 0"),
         ("[cluster]\ntick_s = inf", "cluster.tick_s: is inf; a finite number is needed"),

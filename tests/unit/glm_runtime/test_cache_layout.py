@@ -1,14 +1,27 @@
 """Golden numbers of the cache layout: a change of layout is a deliberate act."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from glm_runtime.cache_layout import INDEX_K, MLA_KV, element_format, make_cache_layout, mla_component, resolve_cache_format
+from glm_runtime.cache_format import CacheFormats
+from glm_runtime.cache_layout import INDEX_K, MLA_KV, landed_formats, make_cache_layout
 from glm_runtime.config import GlmConfig
-from kv_transfer.errors import ConfigError
+from glm_runtime.row_format import row_format_of
 from kv_transfer.layout import CacheComponent, CacheLayout
 from tests.glm_checkpoints import GLM53_FIELDS, TINY, write_config
+
+ALL_FORMATS = {
+    "fp32": CacheFormats(backend="native", main="fp32", index="fp32", index_scale="none"),
+    "bf16": CacheFormats(backend="native", main="bf16", index="bf16", index_scale="none"),
+    "bf16+fp8": CacheFormats(backend="native", main="bf16", index="fp8", index_scale="fp32"),
+    "fp8_e4m3": CacheFormats(backend="native", main="fp8_e4m3", index="fp8", index_scale="fp32"),
+    "fp8_ds_mla": CacheFormats(backend="native", main="fp8_ds_mla", index="fp8", index_scale="fp32"),
+    "fp8_ds_mla+ue8m0": CacheFormats(backend="native", main="fp8_ds_mla", index="fp8", index_scale="ue8m0"),
+    "nvfp4_ds_mla": CacheFormats(backend="native", main="nvfp4_ds_mla", index="fp8", index_scale="fp32"),
+    "nvfp4_ds_mla+mxfp4": CacheFormats(backend="native", main="nvfp4_ds_mla", index="mxfp4", index_scale="ue8m0"),
+}
 
 
 @pytest.fixture
@@ -17,48 +30,84 @@ def glm53(tmp_path: Path) -> GlmConfig:
     return GlmConfig.from_checkpoint(tmp_path)
 
 
+def tiny_layout(name: str, model: str = "m", tokenizer: str = "t") -> CacheLayout:
+    return make_cache_layout(GlmConfig.from_checkpoint(TINY), ALL_FORMATS[name], model, tokenizer)
+
+
 def test_glm_5_3_with_bf16_latents_and_fp8_index_keys_is_5_928_192_bytes_a_block(glm53: GlmConfig) -> None:
-    index = CacheComponent(INDEX_K, glm53.indexing_layers, 132, "e4m3 planar, fp32 scales")
-    layout = CacheLayout(64, (mla_component(glm53, "bf16"), index), "", "")
-    assert layout.block_bytes == 5_928_192
-    assert layout.bytes_per_token == 92_628
+    assert make_cache_layout(glm53, ALL_FORMATS["bf16+fp8"], "m", "t").block_bytes == 5_928_192
 
 
-@pytest.mark.parametrize(("cache_format", "mla_bytes", "index_bytes"), [("bf16", 1152, 256), ("fp32", 2304, 512)])
-def test_glm_5_3_bytes_per_token(glm53: GlmConfig, cache_format: str, mla_bytes: int, index_bytes: int) -> None:
-    layout = make_cache_layout(glm53, resolve_cache_format(glm53, cache_format), "m", "t")
+@pytest.mark.parametrize(
+    ("name", "mla_bytes", "index_bytes", "bytes_per_token"),
+    [
+        ("fp32", 2304, 512, 190_464),
+        ("bf16", 1152, 256, 95_232),
+        ("bf16+fp8", 1152, 132, 92_628),
+        ("fp8_e4m3", 576, 132, 47_700),
+        ("fp8_ds_mla", 656, 132, 53_940),
+        ("fp8_ds_mla+ue8m0", 656, 132, 53_940),
+        ("nvfp4_ds_mla", 352, 132, 30_228),
+        ("nvfp4_ds_mla+mxfp4", 352, 68, 28_884),
+    ],
+)
+def test_glm_5_3_bytes_per_token(glm53: GlmConfig, name: str, mla_bytes: int, index_bytes: int, bytes_per_token: int) -> None:
+    layout = make_cache_layout(glm53, ALL_FORMATS[name], "m", "t")
     mla, index = layout.components
     assert (mla.name, mla.bytes_per_token, len(mla.layers)) == (MLA_KV, mla_bytes, 78)
     assert (index.name, index.bytes_per_token, len(index.layers)) == (INDEX_K, index_bytes, 21)
-    assert layout.bytes_per_token == 78 * mla_bytes + 21 * index_bytes
+    assert layout.bytes_per_token == bytes_per_token
 
 
 def test_the_shipped_checkpoint_is_581_632_bytes_a_block() -> None:
-    layout = make_cache_layout(GlmConfig.from_checkpoint(TINY), "bf16", "m", "t")
+    layout = tiny_layout("bf16")
     assert layout.block_bytes == 64 * (7 * 1152 + 4 * 256) == 581_632
     assert next(region.offset_bytes for region in layout.regions if region.component == INDEX_K) == 7 * 64 * 1152
 
 
-def test_encodings_say_dtype_pair_order_and_no_hadamard() -> None:
-    mla, index = make_cache_layout(GlmConfig.from_checkpoint(TINY), "bf16", "m", "t").components
+def test_encodings_say_dtype_scales_pair_order_and_no_hadamard() -> None:
+    mla, index = tiny_layout("bf16").components
     assert mla.encoding == "bf16; latent 512 | kpe 64; kpe rope pairs interleaved"
     assert index.encoding == "bf16; rotated 64 | passed 64; rope pairs interleaved; no Hadamard; no scale"
+    mla, index = tiny_layout("fp8_ds_mla").components
+    assert mla.encoding == (
+        "fp8_ds_mla; latent 512 e4m3 | 4 scales fp32 | kpe 64 bf16; scale of 128 = 2^ceil(log2(max(amax/448, 1e-4))); "
+        "kpe rope pairs interleaved"
+    )
+    assert index.encoding == (
+        "fp8 fp32-scaled; rotated 64 | passed 64; rope pairs interleaved; no Hadamard; planes of 128 e4m3, 1 scale fp32; "
+        "scale of 128 = 2^ceil(log2(max(amax, 1e-4)/448))"
+    )
+    assert tiny_layout("fp8_e4m3").components[0].encoding == (
+        "fp8_e4m3; latent 512 e4m3 | kpe 64 e4m3; one scale of 1.0; kpe rope pairs interleaved"
+    )
 
 
 def test_the_fingerprint_tells_formats_models_and_tokenizers_apart() -> None:
-    config = GlmConfig.from_checkpoint(TINY)
-    variants = [("bf16", "m", "t"), ("fp32", "m", "t"), ("bf16", "n", "t"), ("bf16", "m", "u")]
-    prints = {make_cache_layout(config, resolve_cache_format(config, kind), model, tok).fingerprint for kind, model, tok in variants}
-    assert len(prints) == 4
+    prints = {tiny_layout(name).fingerprint for name in ALL_FORMATS}
+    prints |= {tiny_layout("bf16", model="n").fingerprint, tiny_layout("bf16", tokenizer="u").fingerprint}
+    assert len(prints) == len(ALL_FORMATS) + 2
 
 
-def test_auto_is_the_checkpoints_own_dtype() -> None:
-    config = GlmConfig.from_checkpoint(TINY)
-    assert resolve_cache_format(config, "auto") == "bf16"
-    with pytest.raises(ConfigError, match="fp4"):
-        resolve_cache_format(config, "fp4")
+@pytest.mark.parametrize("name", ALL_FORMATS)
+def test_planes_fill_a_region_exactly(name: str) -> None:
+    for component in tiny_layout(name).components:
+        row_format = row_format_of(component)
+        ends = [size * 64 for size in row_format.plane_bytes]
+        offsets = [*row_format.plane_offsets(64), component.bytes_per_token * 64]
+        assert [end - start for start, end in pairwise(offsets)] == ends
 
 
-def test_a_foreign_encoding_has_no_element_format() -> None:
-    with pytest.raises(KeyError):
-        element_format(CacheComponent("mla_kv", (0,), 656, "e4m3 tiles"))
+def test_index_scales_lie_behind_the_data_of_the_whole_block() -> None:
+    index = tiny_layout("fp8_ds_mla").components[1]
+    assert row_format_of(index).plane_offsets(64) == (0, 8192)
+    assert index.bytes_per_token * 64 == 8448
+
+
+def test_formats_are_reported_by_component() -> None:
+    assert landed_formats(tiny_layout("fp8_ds_mla+ue8m0")) == {"mla_kv": "fp8_ds_mla", "index_k": "fp8 ue8m0-scaled"}
+
+
+def test_a_foreign_encoding_has_no_row_format() -> None:
+    with pytest.raises(ValueError, match="e4m3 tiles"):
+        row_format_of(CacheComponent("mla_kv", (0,), 656, "e4m3 tiles"))

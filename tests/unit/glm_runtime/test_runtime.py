@@ -65,7 +65,12 @@ def test_a_runtime_knows_its_pool_and_its_limits(runtime: GlmRuntime) -> None:
         ({"num_threads": 0}, "runtime.num_threads"),
         ({"numerics": "exact"}, "runtime.numerics"),
         ({"block_size_tokens": 48}, "runtime.block_size_tokens"),
+        ({"cache_format": "fp7"}, "runtime.cache_format"),
         ({"cache_format": "fp8"}, "runtime.cache_format"),
+        ({"cache_format": "fp8_e4m3"}, "runtime.index_format"),
+        ({"attention_backend": "flashmla_sparse"}, "runtime.attention_backend"),
+        ({"index_format": "bf16"}, "runtime.index_format"),
+        ({"index_scale": "fp32"}, "runtime.index_scale"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_field(directory: Path, changes: dict[str, Any], field: str) -> None:

@@ -9,6 +9,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.index_group import build_index_groups, list_all_visible, make_selection
+from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.step_batch import StepBatch, group_scored_rows
 from kv_transfer.identity import BlockId, SequenceId
 from tests.glm_checkpoints import TINY
@@ -100,7 +101,7 @@ def test_a_selection_is_where_the_listed_tokens_lie(config: GlmConfig) -> None:
     batch = batch_of(config, piece("a", [1], 10, [7]), piece("b", [1], 130, [4, 30, 9]))
     region = poisoned_region(24)
     slots = torch.tensor([7 * 64 + 3, 30 * 64 + 1, 9 * 64 + 2])
-    region.store(slots, torch.arange(3.0)[:, None].expand(3, 24))
+    store_rows(region, slots, torch.arange(3.0)[:, None].expand(3, 24))
     selection = make_selection(torch.tensor([[3, -1], [65, 130]]), batch, region)
     assert selection.addresses[0, 1] == -1
     assert region.rows[selection.addresses[0, 0]].eq(0.0).all()

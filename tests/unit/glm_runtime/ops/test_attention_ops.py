@@ -6,6 +6,7 @@ from torch import Tensor
 
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.sparse_mla import sparse_mla
+from glm_runtime.paged_cache import CacheRegion
 from tests.unit.glm_runtime.ops.pools import fill, poisoned_region, relative_rms
 
 SPARSE_CASES = [
@@ -17,8 +18,8 @@ SPARSE_CASES = [
 ]
 
 
-def sparse_inputs(rows: int, heads: int, width: int, listed: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, region rows and addresses; lists are of every length from full to empty, over 300 cached tokens."""
+def sparse_inputs(rows: int, heads: int, width: int, listed: int, seed: int) -> tuple[Tensor, CacheRegion, Tensor]:
+    """Queries, region and addresses; lists are of every length from full to empty, over 300 cached tokens."""
     generator = torch.Generator().manual_seed(seed)
     region = poisoned_region(width)
     table = torch.randperm(40, generator=generator)[:5]
@@ -28,7 +29,7 @@ def sparse_inputs(rows: int, heads: int, width: int, listed: int, seed: int) -> 
         count = max(0, listed - row * (listed // 2)) if row < rows - 1 else listed
         lists[row, :count] = torch.randperm(300, generator=generator)[:count].sort().values
     slots = torch.where(lists < 0, -1, table[lists.clamp_min(0) // 64] * 64 + lists.clamp_min(0) % 64)
-    return torch.randn(rows, heads, width, generator=generator), region.rows, region.addresses(slots)
+    return torch.randn(rows, heads, width, generator=generator), region, region.addresses(slots)
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 1 << 20])
@@ -88,7 +89,7 @@ def test_absorbed_equals_expanded() -> None:
     query_nope, query_rope = (torch.randn(1, heads, width, generator=generator) for width in (nope, rope))
     absorbed = torch.cat((torch.einsum("thn,hnc->thc", query_nope, key_up), query_rope), dim=-1)
     attended, _ = sparse_mla(
-        absorbed, region.rows, region.addresses(torch.arange(context)[None]), latent_dim=latent, scale=0.05, scratch_bytes=1
+        absorbed, region, region.addresses(torch.arange(context)[None]), latent_dim=latent, scale=0.05, scratch_bytes=1
     )
     keys = torch.cat((torch.einsum("sc,hnc->shn", cached[:, :latent], key_up), cached[:, None, latent:].expand(-1, heads, -1)), dim=-1)
     values = torch.einsum("sc,hcv->shv", cached[:, :latent], value_up)
@@ -99,7 +100,7 @@ def test_absorbed_equals_expanded() -> None:
 
 def test_refuses_shapes_that_do_not_fit() -> None:
     queries, cached, addresses = sparse_inputs(2, 3, 32, 4, seed=0)
-    with pytest.raises(ValueError, match="sparse_mla: rows"):
+    with pytest.raises(ValueError, match="sparse_mla: mla has rows of 32 numbers; expected 5"):
         sparse_mla(queries[..., :5], cached, addresses, latent_dim=4, scale=1.0, scratch_bytes=1)
     with pytest.raises(ValueError, match="latent_dim is 33"):
         sparse_mla(queries, cached, addresses, latent_dim=33, scale=1.0, scratch_bytes=1)

@@ -32,8 +32,8 @@ def test_stores_normalised_latent_and_rotated_key(slots: list[int], encoding: st
         if slot >= 0:
             latent = rms_norm(projected[row, Q : Q + C], norms.kv_weight, 1e-5)
             key = rotate_interleaved(projected[row, Q + C :], cos[row], sin[row])
-            assert torch.equal(region.blocks[slot // 64, slot % 64], torch.cat((latent, key)).to(region.blocks.dtype))
-    assert int(region.blocks.isnan().all(-1).sum()) == 40 * 64 - sum(slot >= 0 for slot in slots), "no other row may be written"
+            assert torch.equal(region.planes[0][slot // 64, slot % 64], torch.cat((latent, key)).to(region.planes[0].dtype))
+    assert int(region.planes[0].isnan().all(-1).sum()) == 40 * 64 - sum(slot >= 0 for slot in slots), "no other row may be written"
 
 
 def test_index_keys_rotate_their_first_dims() -> None:
@@ -44,9 +44,9 @@ def test_index_keys_rotate_their_first_dims() -> None:
     store_index_keys(raw, norm, cos, sin, torch.tensor([2, -1, 130]), region)
     keys = layer_norm(raw, norm.weight, norm.bias, 1e-6)
     expected = torch.cat((rotate_interleaved(keys[:, :R], cos, sin), keys[:, R:]), dim=1).bfloat16()
-    assert torch.equal(region.blocks[0, 2], expected[0])
-    assert torch.equal(region.blocks[2, 2], expected[2])
-    assert int(region.blocks.isnan().all(-1).sum()) == 40 * 64 - 2
+    assert torch.equal(region.planes[0][0, 2], expected[0])
+    assert torch.equal(region.planes[0][2, 2], expected[2])
+    assert int(region.planes[0].isnan().all(-1).sum()) == 40 * 64 - 2
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:

@@ -34,7 +34,7 @@ def test_equals_reference(sequences: int, rows: int, heads: int, width: int, sta
     queries = torch.randn(sequences, rows, heads, width, generator=generator)
     weights = torch.randn(sequences, rows, heads, generator=generator)
     positions = torch.tensor(starts)[:, None] + torch.arange(rows)
-    arguments = (queries, weights, region.blocks, tables, positions)
+    arguments = (queries, weights, region, tables, positions)
     expected = index_logits(*arguments, gemm=gemm, impl="reference")
     actual = index_logits(*arguments, gemm=gemm)
     assert torch.equal(actual.isneginf(), expected.isneginf()), "exactly the tokens up to a row's own position are visible"
@@ -52,7 +52,7 @@ def test_the_relu_is_inside_the_sum_over_signed_heads() -> None:
     queries[0, 0, :, 0] = torch.tensor([-3.0, 2.0])
     weights = torch.tensor([[[5.0, -1.0]]])
     for impl in ("reference", "cpu"):
-        scores = index_logits(queries, weights, region.blocks, table, torch.tensor([[0]]), gemm=Gemm(), impl=impl)
+        scores = index_logits(queries, weights, region, table, torch.tensor([[0]]), gemm=Gemm(), impl=impl)
         assert scores[0, 0, 0] == -2.0
 
 
@@ -62,7 +62,7 @@ def test_refuses_tables_that_are_not_whole_tiles() -> None:
         index_logits(
             torch.zeros(1, 1, 2, 16),
             torch.zeros(1, 1, 2),
-            region.blocks,
+            region,
             torch.zeros(1, 1, dtype=torch.int64),
             torch.zeros(1, 1),
             gemm=Gemm(),

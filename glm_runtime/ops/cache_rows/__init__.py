@@ -1,0 +1,67 @@
+"""Rounding of rows into a cache format and back: the only code that knows what a packed byte stands for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from glm_runtime.ops.cache_rows import cpu, reference
+from glm_runtime.ops.impl import Impl, check_shape, choose_impl
+from glm_runtime.paged_cache import CacheRegion
+from glm_runtime.row_format import RowFormat, RowKind
+
+__all__ = ["decode_rows", "encode_rows", "load_blocks", "round_queries", "store_rows"]
+
+_ROUNDS_QUERIES = frozenset({RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, RowKind.INDEX_MXFP4})
+
+
+def encode_rows(values: Tensor, row_format: RowFormat, *, impl: Impl | None = None) -> tuple[Tensor, ...]:
+    """Round rows [T, D] into the format's planes. See `reference.py`. Raises ValueError for rows of another width."""
+    check_shape("encode_rows", "values", values, (-1, row_format.width))
+    if choose_impl(impl, values) == "cpu":
+        return cpu.encode_rows(values, row_format)
+    return reference.encode_rows(values, row_format)
+
+
+def decode_rows(
+    stored: Sequence[Tensor], row_format: RowFormat, *, out: Tensor | None = None, impl: Impl | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The numbers of stored rows, and their scales where the format leaves that product to the reader. See `reference.py`.
+
+    out: [T, D] fp32, contiguous, for the numbers; without it they are new. Raises ValueError for planes that are not the format's.
+    """
+    dtype = cpu.PLAIN_DTYPES.get(row_format.kind, torch.uint8)
+    for plane, size in zip(stored, row_format.plane_bytes, strict=True):
+        check_shape("decode_rows", "stored", plane, (stored[0].shape[0], size // dtype.itemsize))
+    numbers = torch.empty(stored[0].shape[0], row_format.width) if out is None else out
+    check_shape("decode_rows", "out", numbers, (stored[0].shape[0], row_format.width))
+    if choose_impl(impl, stored[0]) == "cpu":
+        return numbers, cpu.decode_rows(stored, row_format.kind, numbers)
+    return numbers, reference.decode_rows(stored, row_format.kind, numbers)
+
+
+def store_rows(region: CacheRegion, slots: Tensor, values: Tensor, *, impl: Impl | None = None) -> None:
+    """Round rows [T, D] and write them at slots [T]; a negative slot stores nothing, and no other may occur twice.
+
+    Raises ValueError for rows of another width than the region's.
+    """
+    valid = (slots >= 0).nonzero().squeeze(1)
+    region.put(slots[valid], encode_rows(values[valid], region.row_format, impl=impl))
+
+
+def load_blocks(region: CacheRegion, block_ids: Tensor, *, impl: Impl | None = None) -> tuple[Tensor, Tensor | None]:
+    """All rows of whole blocks, in the order of block_ids [n]: numbers [n * block_size, D] fp32 and their scales, as `decode_rows`."""
+    gathered = [plane.index_select(0, block_ids).flatten(0, 1) for plane in region.planes]
+    return decode_rows(gathered, region.row_format, impl=impl)
+
+
+def round_queries(queries: Tensor, weights: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
+    """Index queries as a packed index format computes with them: rounded like a key, per (token, head). Source: FACTS 3.5.
+
+    queries: [T, H, D]; weights: [T, H] fp32. Returns queries whose product with stored keys is meant, and weights that carry the
+    queries' FP8 scales (they are positive, so they may cross the ReLU). With bf16 and fp32 keys both come back as they are.
+    """
+    if row_format.kind not in _ROUNDS_QUERIES:
+        return queries, weights
+    numbers, scales = decode_rows(encode_rows(queries.flatten(0, 1), row_format), row_format)
+    return numbers.view(queries.shape), weights if scales is None else weights * scales.view(weights.shape)
