@@ -15,6 +15,19 @@ from glm_runtime.tensor_table import SCALE_SUFFIX, TensorSpec, scale_shape, tens
 
 TINY = Path(__file__).parent.parent / "glm_runtime" / "tiny"
 
+CACHE_CHOICES: Mapping[str, Mapping[str, Any]] = {
+    "fp32": {"cache_format": "fp32"},
+    "bf16": {"cache_format": "bf16"},
+    "bf16+fp8": {"cache_format": "bf16", "index_format": "fp8"},
+    "fp8_e4m3": {"cache_format": "fp8_e4m3"},
+    "fp8_ds_mla": {"cache_format": "fp8_ds_mla"},
+    "fp8_ds_mla+ue8m0": {"cache_format": "fp8_ds_mla", "index_scale": "ue8m0"},
+    "fp8_ds_mla+mxfp4": {"cache_format": "fp8_ds_mla", "index_format": "mxfp4"},
+    "nvfp4_ds_mla": {"cache_format": "nvfp4_ds_mla"},
+    "nvfp4_ds_mla+mxfp4": {"cache_format": "nvfp4_ds_mla", "index_format": "mxfp4"},
+}
+"""Fields of `RuntimeConfig` for every pair of cache formats that is worth telling apart; the shipped checkpoint takes them all."""
+
 SMALL_FIELDS: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",

@@ -9,7 +9,7 @@ from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.messages import SamplingParameters
 from tests.conformance.glm_schedules import ScheduledRuntime, chunked, decoded, mixed
-from tests.glm_checkpoints import TINY
+from tests.glm_checkpoints import CACHE_CHOICES, TINY
 
 LENGTH = 700
 """Past one tile of 512 index keys and far past index_topk."""
@@ -60,6 +60,21 @@ def test_a_batch_of_16_does_not_change_a_bit(runtime: GlmRuntime, prompts: list[
     for number in (1, 7, 15):
         single = batched.logits([prompts[number]], chunked(lengths[number], lengths[number]))[0]
         assert_same_bits(results[number], single)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16+fp8", "fp8_e4m3", "fp8_ds_mla+ue8m0", "nvfp4_ds_mla+mxfp4"])
+def test_no_cache_format_changes_a_bit_with_batch_chunks_or_blocks(prompts: list[list[int]], name: str) -> None:
+    """Keys are read as stored, a chunk's own included, so that a row reads the same numbers however it came to its step."""
+    runtime = GlmRuntime.load(RuntimeConfig(checkpoint=TINY, num_threads=1, **CACHE_CHOICES[name]))
+    few = [prompts[0][:580], *(prompt[:70] for prompt in prompts[1:])]
+    lengths = [len(prompt) for prompt in few]
+    alone = ScheduledRuntime(runtime).logits(few[:1], chunked(580, 580))[0]
+    for steps in (chunked(580, 65), decoded(580, 570)):
+        assert_same_bits(ScheduledRuntime(runtime, seed=7, spare_blocks=20).logits(few[:1], steps)[0], alone)
+    batched = ScheduledRuntime(runtime, seed=3).logits(few, mixed(lengths, [250, *[1] * 7, *[50] * 8]))
+    assert_same_bits(batched[0], alone)
+    for number in (1, 15):
+        assert_same_bits(batched[number], ScheduledRuntime(runtime).logits([few[number]], chunked(lengths[number], lengths[number]))[0])
 
 
 @pytest.mark.parametrize(

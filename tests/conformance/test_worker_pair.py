@@ -4,6 +4,7 @@ What they answer must equal `glm_runtime.engine.offline.generate`, token by toke
 """
 
 import asyncio
+import dataclasses
 import multiprocessing
 import secrets
 import threading
@@ -19,6 +20,7 @@ from kv_transfer.config import ProtocolTimers
 from kv_transfer.identity import WorkerId
 from kv_transfer.messages import FailureKind, FinishReason, SamplingParameters, WorkerLoad
 from tests.fakes.link_router import Answer, LinkRouter
+from tests.glm_checkpoints import CACHE_CHOICES
 
 ResultT = TypeVar("ResultT")
 RUNTIME = RuntimeConfig(checkpoint=Path(glm_runtime.__file__).parent / "tiny", cache_bytes=12 << 20, max_step_tokens=256, num_threads=1)
@@ -27,30 +29,30 @@ TIMERS = ProtocolTimers(credit_output_tokens=64)
 GREEDY = SamplingParameters(max_tokens=12, seed=0, temperature=0.0)
 
 
-def serve_prefill(port: int, secret: bytes) -> None:
+def serve_prefill(port: int, secret: bytes, runtime: RuntimeConfig) -> None:
     """The prefill worker's process."""
     from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
     from prefill_worker.config import PrefillConfig
     from prefill_worker.service import PrefillService
 
     identity = WorkerIdentity(worker_id=WorkerId("p0"), host="127.0.0.1", directory_host="127.0.0.1", directory_port=port, secret=secret)
-    PrefillService(identity, RUNTIME, PrefillConfig(), WorkerNetwork(timers=TIMERS)).run()
+    PrefillService(identity, runtime, PrefillConfig(), WorkerNetwork(timers=TIMERS)).run()
 
 
-def serve_decode(port: int, secret: bytes) -> None:
+def serve_decode(port: int, secret: bytes, runtime: RuntimeConfig) -> None:
     """The decode worker's process."""
     from decode_worker.config import DecodeConfig
     from decode_worker.service import DecodeService
     from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 
     identity = WorkerIdentity(worker_id=WorkerId("d0"), host="127.0.0.1", directory_host="127.0.0.1", directory_port=port, secret=secret)
-    DecodeService(identity, RUNTIME, DecodeConfig(max_running=8, max_chunk_tokens=128), WorkerNetwork(timers=TIMERS)).run()
+    DecodeService(identity, runtime, DecodeConfig(max_running=8, max_chunk_tokens=128), WorkerNetwork(timers=TIMERS)).run()
 
 
 class Pair:
     """Both workers, and a router on an event loop of its own thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: RuntimeConfig = RUNTIME) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -58,7 +60,8 @@ class Pair:
         self.router = self.run(self._make_router(secret))
         port = self.run(self.router.start())
         spawn = multiprocessing.get_context("spawn")
-        self._processes = [spawn.Process(target=target, args=(port, secret), daemon=True) for target in (serve_prefill, serve_decode)]
+        arguments = (port, secret, runtime)
+        self._processes = [spawn.Process(target=target, args=arguments, daemon=True) for target in (serve_prefill, serve_decode)]
         for process in self._processes:
             process.start()
         self.run(self.router.wait_for_pair("p0", "d0"))
@@ -201,3 +204,23 @@ def test_what_cannot_fit_is_refused_by_name(pair: Pair) -> None:
     assert answer.failure is not None
     assert answer.failure.kind is FailureKind.REQUEST_FAULT
     assert answer.failure.code == "context_length_exceeded"
+
+
+OTHER_FORMATS = [name if name == "fp8_ds_mla" else pytest.param(name, marks=pytest.mark.slow) for name in CACHE_CHOICES if name != "bf16"]
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_every_cache_format_survives_the_hand_off(name: str) -> None:
+    """Handed over, found again as a prefix, and computed by decode itself: the tokens of one process with the same format."""
+    from glm_runtime.runtime import GlmRuntime
+
+    config = dataclasses.replace(RUNTIME, **CACHE_CHOICES[name])
+    prompts = [prompt_of(40, 300), prompt_of(40, 300) + prompt_of(41, 90), prompt_of(42, 130)]
+    pair = Pair(config)
+    try:
+        answers = [pair.ask(prompts[0]), pair.ask(prompts[1]), pair.ask(prompts[2], prefill=None)]
+        pair.run(pair.router.wait_until_quiescent("p0", "d0"))
+    finally:
+        pair.close()
+    assert answers[1].have_tokens == 256
+    assert [answer.tokens for answer in answers] == expected(GlmRuntime.load(config), prompts, [GREEDY] * 3)

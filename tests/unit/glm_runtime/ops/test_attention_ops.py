@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from glm_runtime.ops.cache_rows import decode_rows
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.sparse_mla import sparse_mla
 from glm_runtime.paged_cache import CacheRegion
+from glm_runtime.row_format import RowKind
 from tests.unit.glm_runtime.ops.pools import fill, poisoned_region, relative_rms
 
 SPARSE_CASES = [
@@ -18,10 +20,12 @@ SPARSE_CASES = [
 ]
 
 
-def sparse_inputs(rows: int, heads: int, width: int, listed: int, seed: int) -> tuple[Tensor, CacheRegion, Tensor]:
+def sparse_inputs(
+    rows: int, heads: int, width: int, listed: int, seed: int, kind: RowKind = RowKind.BF16
+) -> tuple[Tensor, CacheRegion, Tensor]:
     """Queries, region and addresses; lists are of every length from full to empty, over 300 cached tokens."""
     generator = torch.Generator().manual_seed(seed)
-    region = poisoned_region(width)
+    region = poisoned_region(width, encoding=kind.value)
     table = torch.randperm(40, generator=generator)[:5]
     fill(region, table, torch.randn(300, width, generator=generator))
     lists = torch.full((rows, listed), -1)
@@ -44,6 +48,20 @@ def test_sparse_mla_equals_reference(rows: int, heads: int, latent: int, rope: i
     assert actual.isfinite().all(), "poison at unlisted addresses must not leak"
     assert relative_rms(actual, expected) < 1e-6
     assert torch.allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [RowKind.FP8_E4M3, RowKind.FP8_DS_MLA, RowKind.NVFP4_DS_MLA])
+def test_packed_rows_are_attended_as_the_numbers_they_stand_for(kind: RowKind) -> None:
+    queries, cached, addresses = sparse_inputs(5, 4, 576, 70, seed=6, kind=kind)
+    options = {"latent_dim": 512, "scale": 0.05, "scratch_bytes": 1 << 18}
+    actual, lse = sparse_mla(queries, cached, addresses, **options)
+    expected, expected_lse = sparse_mla(queries, cached, addresses, **options, impl="reference")
+    assert relative_rms(actual, expected) < 1e-6
+    assert torch.allclose(lse, expected_lse, atol=1e-5)
+    listed = addresses[0][addresses[0] >= 0]
+    numbers, _ = decode_rows((cached.rows[listed],), cached.row_format)
+    weights = torch.softmax(queries[0] @ numbers.T * 0.05, dim=-1)
+    assert relative_rms(actual[0], weights @ numbers[:, :512]) < 1e-6
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from glm_runtime.linear import Gemm
+from glm_runtime.ops.cache_rows import decode_rows, encode_rows
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS, index_logits
+from glm_runtime.row_format import RowKind
 from tests.unit.glm_runtime.ops.pools import fill, poisoned_region
 
 CASES = [
@@ -16,6 +18,7 @@ CASES = [
     ("verify-rows", 2, 6, 3, 128, [90, 600]),
     ("many-rows-per-product", 1, 300, 8, 16, [200]),
 ]
+PACKED_KINDS = (RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, RowKind.INDEX_MXFP4)
 
 
 @pytest.mark.parametrize("gemm", [Gemm(), Gemm(16)], ids=["plain", "tiled"])
@@ -40,6 +43,33 @@ def test_equals_reference(sequences: int, rows: int, heads: int, width: int, sta
     assert torch.equal(actual.isneginf(), expected.isneginf()), "exactly the tokens up to a row's own position are visible"
     visible = ~expected.isneginf()
     assert torch.allclose(actual[visible], expected[visible], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+def test_packed_keys_are_scored_as_the_numbers_they_stand_for(kind: RowKind) -> None:
+    """Keys of very different size, so that a lost, shifted or doubled scale shows; poison behind the last key."""
+    generator = torch.Generator().manual_seed(7)
+    region = poisoned_region(128, encoding=kind.value)
+    tables = torch.zeros(2, 16, dtype=torch.int64)
+    tables[0, :10], tables[1, :2] = torch.randperm(40, generator=generator)[:12].split([10, 2])
+    keys = [
+        torch.randn(length, 128, generator=generator) * 2.0 ** torch.randint(-6, 7, (length, 1), generator=generator)
+        for length in (600, 100)
+    ]
+    for sequence in range(2):
+        fill(region, tables[sequence], keys[sequence])
+    queries, weights = torch.randn(2, 3, 4, 128, generator=generator), torch.randn(2, 3, 4, generator=generator)
+    positions = torch.tensor([[597, 598, 599], [97, 98, 99]])
+    actual = index_logits(queries, weights, region, tables, positions, gemm=Gemm())
+    expected = index_logits(queries, weights, region, tables, positions, gemm=Gemm(), impl="reference")
+    assert torch.equal(actual.isneginf(), expected.isneginf())
+    for sequence, row in ((0, 0), (0, 2), (1, 1)):
+        seen = keys[sequence][: positions[sequence, row] + 1]
+        numbers, scales = decode_rows(encode_rows(seen, region.row_format), region.row_format)
+        stored = numbers if scales is None else numbers * scales[:, None]
+        written_out = torch.einsum("h,hs->s", weights[sequence, row], (queries[sequence, row] @ stored.T).relu())
+        for scores in (actual, expected):
+            assert torch.allclose(scores[sequence, row, : len(seen)], written_out, rtol=1e-5, atol=1e-4 * written_out.abs().max())
 
 
 def test_the_relu_is_inside_the_sum_over_signed_heads() -> None:
