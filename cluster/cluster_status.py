@@ -63,6 +63,7 @@ def describe_worker(entry: WorkerEntry) -> dict[str, Any]:
         "state": entry.state.value,
         "incarnation": f"{entry.address.incarnation:x}",
         "address": f"{entry.address.host}:{entry.address.port}",
+        "cache_formats": dict(entry.cache_formats),
         "blocks_total": load.blocks_total,
         "blocks_free": load.blocks_free,
         "blocks_cached": load.blocks_cached,

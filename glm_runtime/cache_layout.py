@@ -3,11 +3,9 @@
 Every other part (pool, transfer, planner, kernels) takes sizes and offsets from the layout made here.
 """
 
-from collections.abc import Mapping
-
 from glm_runtime.cache_format import CacheFormats
 from glm_runtime.config import GlmConfig
-from glm_runtime.row_format import index_encoding, make_row_format, mla_encoding, row_format_of
+from glm_runtime.row_format import index_encoding, make_row_format, mla_encoding
 from kv_transfer.layout import CacheComponent, CacheLayout
 
 MLA_KV = "mla_kv"
@@ -47,6 +45,6 @@ def index_component(config: GlmConfig, formats: CacheFormats) -> CacheComponent:
     )
 
 
-def landed_formats(layout: CacheLayout) -> Mapping[str, str]:
-    """The format of each component by name, for reports: {"mla_kv": "fp8_ds_mla", "index_k": "fp8 fp32-scaled"}."""
-    return {component.name: row_format_of(component).kind.value for component in layout.components}
+def landed_formats(layout: CacheLayout) -> tuple[tuple[str, str], ...]:
+    """(component, format) of each component, for reports: ("mla_kv", "fp8_ds_mla"), ("index_k", "fp8 fp32-scaled")."""
+    return tuple((component.name, component.encoding.split(";")[0]) for component in layout.components)

@@ -154,7 +154,7 @@ class PairState(_Part, frozen=True):
 
 
 class WorkerEntry(_Part, frozen=True):
-    """One row of the directory's worker table."""
+    """One row of the directory's worker table. cache_formats: (component, format) of each kind of cached state."""
 
     address: WorkerAddress
     role: Literal["prefill", "decode"]
@@ -164,6 +164,7 @@ class WorkerEntry(_Part, frozen=True):
     load: WorkerLoad
     pairs: tuple[PairState, ...] = ()
     max_model_len_tokens: int = 0
+    cache_formats: tuple[tuple[str, str], ...] = ()
 
 
 class PeerOffer(_Part, frozen=True):

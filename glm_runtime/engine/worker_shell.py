@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from glm_runtime.cache_layout import landed_formats
 from glm_runtime.engine.loaded_model import LoadedModel, load_model
 from glm_runtime.engine.loop import EngineLoop, EngineThread
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
@@ -318,4 +319,5 @@ class WorkerShell:
             load=role.load() if role is not None else WorkerLoad(),
             pairs=role.pair_states() if role is not None else (),
             max_model_len_tokens=model.request_limits.max_sequence_tokens if model is not None else 0,
+            cache_formats=landed_formats(model.layout) if model is not None else (),
         )

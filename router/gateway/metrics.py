@@ -142,7 +142,19 @@ class _StateCollector(Collector):
             for view in views:
                 family.add_metric([view.ref.worker_id, view.entry.role], read(view))
             yield family
+        yield _cache_formats(views)
         yield from _alias_gauges(counts, views)
+
+
+def _cache_formats(views: list[WorkerView]) -> GaugeMetricFamily:
+    labels = ["worker_id", "role", "component", "format"]
+    family = GaugeMetricFamily(
+        "glm_worker_cache_format", "1 for the format in which a worker stores a component of its cache.", labels=labels
+    )
+    for view in views:
+        for component, cache_format in view.entry.cache_formats:
+            family.add_metric([view.ref.worker_id, view.entry.role, component, cache_format], 1.0)
+    return family
 
 
 def _alias_gauges(counts: dict[str, int], views: list[WorkerView]) -> Iterator[Metric]:

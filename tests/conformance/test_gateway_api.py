@@ -336,6 +336,7 @@ def test_health_metrics_and_version(gateway: RunningGateway) -> None:
     for name in (
         'glm_http_requests_total{method="POST",path="/v1/chat/completions",status="200"}', "glm_router_ttft_seconds_bucket",
         "glm_router_itl_seconds_count", 'glm_worker_up{role="decode",worker_id="decode-0"} 1.0', "vllm:kv_cache_usage_perc",
+        'glm_worker_cache_format{component="mla_kv",format="fp8_ds_mla",role="decode",worker_id="decode-0"} 1.0',
         'glm_router_inflight_requests{phase="decoding"} 0.0',
     ):  # fmt: skip
         assert name in metrics.text

@@ -142,6 +142,7 @@ class FakeWorker:
             load=self._load(),
             pairs=self._pairs(),
             max_model_len_tokens=self.cluster.max_model_len_tokens,
+            cache_formats=(("mla_kv", "fp8_ds_mla"),),
         )
 
     def _load(self) -> WorkerLoad:

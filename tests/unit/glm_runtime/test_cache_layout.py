@@ -105,7 +105,7 @@ def test_index_scales_lie_behind_the_data_of_the_whole_block() -> None:
 
 
 def test_formats_are_reported_by_component() -> None:
-    assert landed_formats(tiny_layout("fp8_ds_mla+ue8m0")) == {"mla_kv": "fp8_ds_mla", "index_k": "fp8 ue8m0-scaled"}
+    assert landed_formats(tiny_layout("fp8_ds_mla+ue8m0")) == (("mla_kv", "fp8_ds_mla"), ("index_k", "fp8 ue8m0-scaled"))
 
 
 def test_a_foreign_encoding_has_no_row_format() -> None:
