@@ -226,6 +226,16 @@ def test_what_is_not_finite_stays_visible(row_format: RowFormat) -> None:
     assert values[1].isfinite().all()
 
 
+def test_both_scale_encodings_of_fp8_index_keys_stand_for_the_same_numbers() -> None:
+    rows = rows_of_every_size(128)[:20]
+    formats = [make_row_format(kind, 128) for kind in (RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0)]
+    (numbers, scales), (others, other_scales) = (decode_rows(encode_rows(rows, row_format), row_format) for row_format in formats)
+    assert scales is not None
+    assert other_scales is not None
+    assert torch.equal(numbers, others)
+    assert torch.equal(scales, other_scales)
+
+
 # -- in the pool ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from glm_runtime.norm import layer_norm, rms_norm
+from glm_runtime.ops.cache_rows import encode_rows
 from glm_runtime.ops.fused_norm_rope import IndexKeyNorm, LatentNorms, fused_norm_rope, store_index_keys
 from glm_runtime.rope import RopeTable, rotate_interleaved
+from glm_runtime.row_format import RowKind
 from tests.unit.glm_runtime.ops.pools import poisoned_region
 
 Q, C, R, D = 12, 24, 8, 16
@@ -47,6 +49,40 @@ def test_index_keys_rotate_their_first_dims() -> None:
     assert torch.equal(region.planes[0][0, 2], expected[0])
     assert torch.equal(region.planes[0][2, 2], expected[2])
     assert int(region.planes[0].isnan().all(-1).sum()) == 40 * 64 - 2
+
+
+PACKED = [
+    (RowKind.FP8_E4M3, RowKind.INDEX_FP8_FP32),
+    (RowKind.FP8_DS_MLA, RowKind.INDEX_FP8_UE8M0),
+    (RowKind.NVFP4_DS_MLA, RowKind.INDEX_MXFP4),
+]
+
+
+@pytest.mark.parametrize(("main", "index"), PACKED, ids=[main.name.lower() for main, _ in PACKED])
+@pytest.mark.parametrize("slots", [[5], [63, -1, 64, 127]], ids=["one-row", "block-boundary"])
+def test_packed_rows_are_what_the_reference_makes_of_normalised_and_rotated_numbers(
+    slots: list[int], main: RowKind, index: RowKind
+) -> None:
+    """Bytes, of both caches; rows of padding slots and all other rows keep their poison."""
+    generator = torch.Generator().manual_seed(len(slots))
+    projected, raw_keys = torch.randn(len(slots), Q + 576, generator=generator), torch.randn(len(slots), 128, generator=generator)
+    norms, key_norm = LatentNorms(torch.rand(Q), torch.rand(512) + 0.5, 1e-5), IndexKeyNorm(torch.rand(128), torch.randn(128), 1e-6)
+    cos, sin = RopeTable.build(900, 64, 1e4).at(torch.arange(len(slots)) + 800)
+    mla = poisoned_region(576, encoding=main.value, num_blocks=3)
+    keys = poisoned_region(128, encoding=index.value, num_blocks=3)
+    fused_norm_rope(projected, norms, cos, sin, torch.tensor(slots), mla)
+    store_index_keys(raw_keys, key_norm, cos, sin, torch.tensor(slots), keys)
+    latents = rms_norm(projected[:, Q : Q + 512], norms.kv_weight, 1e-5)
+    rows = torch.cat((latents, rotate_interleaved(projected[:, Q + 512 :], cos, sin)), dim=1)
+    normed = layer_norm(raw_keys, key_norm.weight, key_norm.bias, 1e-6)
+    key_rows = torch.cat((rotate_interleaved(normed[:, :64], cos, sin), normed[:, 64:]), dim=1)
+    for region, numbers in ((mla, rows), (keys, key_rows)):
+        for plane, wanted in zip(region.planes, encode_rows(numbers, region.row_format, impl="reference"), strict=True):
+            expected = torch.full((3 * 64, plane.shape[2]), 0xFF, dtype=torch.uint8)
+            for row, slot in enumerate(slots):
+                if slot >= 0:
+                    expected[slot] = wanted[row]
+            assert torch.equal(plane.flatten(0, 1), expected)
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:
