@@ -70,8 +70,8 @@ class GlmConfig:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     dtype: Literal["bfloat16", "float32"]
-    is_block_fp8: bool
-    """Whether quantised weights come as e4m3 with one fp32 scale per 128 x 128 block; each tensor says so by its scale."""
+    is_quantised: bool
+    """Whether the file describes a quantisation. Which matrices are quantised, and how, the tensors themselves say."""
 
     @classmethod
     def from_checkpoint(cls, directory: Path) -> "GlmConfig":

@@ -46,6 +46,19 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields with one computed value (the first is what an absent field means): another is a model that this runtime would get wrong."""
 
+_QUANTISATIONS: Mapping[str, tuple[Mapping[str, Any], frozenset[str]]] = {
+    "fp8": (
+        {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+        frozenset({"modules_to_not_convert"}),
+    ),
+    "modelopt": (
+        {"quant_algo": "NVFP4"},
+        frozenset({"config_groups", "exclude_modules", "group_size", "ignore", "kv_cache_quant_algo", "kv_cache_scheme", "producer"}),
+    ),
+}
+"""quant_method -> (fields with one readable value, fields that are not read). Lists of modules are misspelt in published
+checkpoints, so the tensors decide; activations and cache are not quantised because a checkpoint says so."""
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -135,7 +148,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         "eos_token_ids": _eos_token_ids(fields, sizes["vocab_size"]),
         "pad_token_id": fields.get("pad_token_id"),
         "dtype": _dtype(fields),
-        "is_block_fp8": _is_block_fp8(fields),
+        "is_quantised": _is_quantised(fields),
     }
     _check_shapes(fields, result)
     _refuse_unknown(fields)
@@ -266,18 +279,20 @@ def _dtype(fields: _Fields) -> str:
     return str(given)
 
 
-def _is_block_fp8(fields: _Fields) -> bool:
+def _is_quantised(fields: _Fields) -> bool:
     quantisation = fields.get("quantization_config")
     if quantisation is None:
         return False
     if not isinstance(quantisation, dict):
         fields.refuse("quantization_config", f"is {quantisation!r}; expected an object")
-    expected = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    method = quantisation.get("quant_method", "fp8")
+    if method not in _QUANTISATIONS:
+        fields.refuse("quantization_config.quant_method", f"is {method!r}; this runtime reads 'modelopt' (NVFP4) and 'fp8' only")
+    expected, ignored = _QUANTISATIONS[method]
     for name, value in expected.items():
         if quantisation.get(name, value) != value:
             fields.refuse(f"quantization_config.{name}", f"is {quantisation[name]!r}; this runtime reads {value!r} only")
-    # `modules_to_not_convert` is misspelt in published checkpoints; the presence of a scale tensor decides instead.
-    if unknown := sorted(set(quantisation) - set(expected) - {"modules_to_not_convert"}):
+    if unknown := sorted(set(quantisation) - set(expected) - ignored - {"quant_method"}):
         fields.refuse(f"quantization_config.{unknown[0]}", "is not a field this runtime knows")
     return True
 

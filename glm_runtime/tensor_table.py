@@ -1,27 +1,25 @@
 """The tensors of a `glm_moe_dsa` checkpoint: name, shape, and whether each may be quantised, from a `GlmConfig` alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.config_fields import FP8_BLOCK
-
-SCALE_SUFFIX = ".weight_scale_inv"
-"""Name of a block-FP8 scale, beside `.weight`. Despite "inv" it multiplies."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a checkpoint must hold under one name. `is_quantisable`: may come as e4m3 with a scale tensor beside it."""
+    """What a checkpoint must hold under one name. is_quantisable: may come quantised, with scales beside it (`weight_format.py`)."""
 
     shape: tuple[int, ...]
     is_quantisable: bool = False
+    is_routed_expert: bool = False
     must_be_fp32: bool = False
 
-
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scale of a block-FP8 matrix; the last block of a dimension may be partial."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
+    @property
+    def num_elements(self) -> int:
+        """Parameters of this tensor."""
+        return math.prod(self.shape)
 
 
 def tensor_table(config: GlmConfig) -> dict[str, TensorSpec]:
@@ -75,10 +73,10 @@ def _indexer_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, Tens
     yield prefix + "k_norm.bias", TensorSpec((width,))
 
 
-def _mlp_tensors(config: GlmConfig, prefix: str, inner: int) -> Iterator[tuple[str, TensorSpec]]:
-    yield prefix + "gate_proj.weight", TensorSpec((inner, config.hidden_size), is_quantisable=True)
-    yield prefix + "up_proj.weight", TensorSpec((inner, config.hidden_size), is_quantisable=True)
-    yield prefix + "down_proj.weight", TensorSpec((config.hidden_size, inner), is_quantisable=True)
+def _mlp_tensors(config: GlmConfig, prefix: str, inner: int, is_routed_expert: bool = False) -> Iterator[tuple[str, TensorSpec]]:
+    into, out_of = (inner, config.hidden_size), (config.hidden_size, inner)
+    for name, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out_of)):
+        yield f"{prefix}{name}.weight", TensorSpec(shape, is_quantisable=True, is_routed_expert=is_routed_expert)
 
 
 def _moe_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, TensorSpec]]:
@@ -87,7 +85,7 @@ def _moe_tensors(config: GlmConfig, prefix: str) -> Iterator[tuple[str, TensorSp
     yield prefix + "gate.e_score_correction_bias", TensorSpec((config.n_routed_experts,), must_be_fp32=True)
     yield from _mlp_tensors(config, prefix + "shared_experts.", config.n_shared_experts * config.moe_intermediate_size)
     for expert in range(config.n_routed_experts):
-        yield from _mlp_tensors(config, f"{prefix}experts.{expert}.", config.moe_intermediate_size)
+        yield from _mlp_tensors(config, f"{prefix}experts.{expert}.", config.moe_intermediate_size, is_routed_expert=True)
 
 
 def _mtp_tensors(config: GlmConfig, layer: int) -> Iterator[tuple[str, TensorSpec]]:

@@ -1,22 +1,22 @@
 """A checkpoint's weights as the model uses them: fused, stacked, dequantised.
 
 Knows which checkpoint tensors make one operand. Does not know how they are multiplied (`attention.py`, `indexer.py`, `moe.py`).
-All tensors are contiguous and of the runtime's dtype, except what is fp32 always (router, norms, biases).
+All tensors are contiguous and of the runtime's dtype, except what is fp32 always (router, norms, biases). Each is read straight
+to its place in its operand, so that loading takes little more memory than the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from glm_runtime.checkpoint import StoredTensor, check_tensors, stored_tensors
 from glm_runtime.config import GlmConfig
-from glm_runtime.config_fields import FP8_BLOCK
-from glm_runtime.tensor_table import SCALE_SUFFIX
-from kv_transfer.errors import ConfigError
+from glm_runtime.stored_tensors import StoredTensor, stored_tensors
+from glm_runtime.tensor_check import check_tensors
+from glm_runtime.tensor_reader import TensorReader
+from glm_runtime.tensor_table import TensorSpec, tensor_table
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all) while weights load."""
@@ -92,64 +92,66 @@ def load_weights(directory: Path, config: GlmConfig, dtype: torch.dtype, on_prog
     """
     stored = stored_tensors(directory)
     check_tensors(config, stored, directory)
-    source = TensorSource(stored, config, dtype, on_progress)
-    layers = tuple(_layer(source, config, layer) for layer in range(config.num_hidden_layers))
-    return ModelWeights(
-        embedding=source.matrix("model.embed_tokens.weight"),
-        layers=layers,
-        final_norm=source.fp32("model.norm.weight"),
-        head=source.matrix("lm_head.weight"),
-    )
+    meter = _Meter(stored, config, on_progress)
+    with TensorReader(stored, meter.count) as reader:
+        source = TensorSource(reader, tensor_table(config), dtype)
+        return ModelWeights(
+            embedding=source.matrix("model.embed_tokens.weight"),
+            layers=tuple(_layer(source, config, layer) for layer in range(config.num_hidden_layers)),
+            final_norm=source.fp32("model.norm.weight"),
+            head=source.matrix("lm_head.weight"),
+        )
 
 
-class TensorSource:
-    """Reads tensors by checkpoint name. A matrix with a scale beside it is dequantised; that decides, not a list in the config."""
+class _Meter:
+    """Counts the bytes of the target model's tensors as they are read."""
 
-    def __init__(
-        self, stored: Mapping[str, StoredTensor], config: GlmConfig, dtype: torch.dtype, on_progress: LoadProgress | None = None
-    ) -> None:
-        self._stored = stored
-        self._dtype = dtype
-        self._on_progress = on_progress
+    def __init__(self, stored: Mapping[str, StoredTensor], config: GlmConfig, on_progress: LoadProgress | None) -> None:
         mtp_prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
         self._bytes_total = sum(t.header.num_bytes for name, t in stored.items() if not name.startswith(mtp_prefixes))
         self._bytes_read = 0
+        self._on_progress = on_progress
 
-    def matrix(self, name: str) -> Tensor:
-        """One weight in the runtime's dtype, new. Rounds: a dequantised product once, from fp32."""
-        return self._wide(name).to(self._dtype).contiguous()
-
-    def stack(self, *names: str) -> Tensor:
-        """Weights one above the other, each dequantised by itself, so that no scale block spans two of them."""
-        return torch.cat([self.matrix(name) for name in names])
-
-    def fp32(self, name: str) -> Tensor:
-        """One tensor in fp32, new."""
-        return self._wide(name).float().contiguous()
-
-    def _wide(self, name: str) -> Tensor:
-        raw = self._read(name)
-        scale_name = name.removesuffix(".weight") + SCALE_SUFFIX
-        return dequantise(raw, self._read(scale_name)) if scale_name in self._stored else raw
-
-    def _read(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        try:
-            with safe_open(stored.file, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name).clone()  # the mapped file may be unaligned, and may go away
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"tensor {name} cannot be read ({error})", path=str(stored.file)) from None
-        self._bytes_read += stored.header.num_bytes
+    def count(self, num_bytes: int) -> None:
+        self._bytes_read += num_bytes
         if self._on_progress is not None:
             self._on_progress(self._bytes_read, self._bytes_total)
-        return tensor
 
 
-def dequantise(quantised: Tensor, scale: Tensor) -> Tensor:
-    """w = q * scale of its 128 x 128 block. quantised: [N, K] e4m3; scale: [ceil(N / 128), ceil(K / 128)] fp32. Returns fp32, new."""
-    num_rows, num_columns = quantised.shape
-    row_scales = scale.repeat_interleave(FP8_BLOCK, dim=0)[:num_rows]
-    return quantised.float() * row_scales.repeat_interleave(FP8_BLOCK, dim=1)[:, :num_columns]
+class TensorSource:
+    """Operands by the names of their checkpoint tensors, each in the runtime's dtype and new.
+
+    Rounds: a dequantised product once, from fp32. Each tensor is dequantised by itself: no scale block spans two of them.
+    """
+
+    def __init__(self, reader: TensorReader, table: Mapping[str, TensorSpec], dtype: torch.dtype) -> None:
+        self._reader = reader
+        self._table = table
+        self._dtype = dtype
+
+    def matrix(self, name: str) -> Tensor:
+        """One weight."""
+        return self._wide(name).to(self._dtype)
+
+    def stack(self, *names: str) -> Tensor:
+        """Weights one above the other."""
+        return self.stacks([names])[0]
+
+    def stacks(self, items: Sequence[Sequence[str]]) -> Tensor:
+        """[items, rows, columns]: for each item its weights one above the other, as `stack`; all items have equal shapes."""
+        heights = [self._table[name].shape[0] for name in items[0]]
+        operand = torch.empty(len(items), sum(heights), self._table[items[0][0]].shape[1], dtype=self._dtype)
+        for item, names in zip(operand, items, strict=True):
+            for rows, name in zip(item.split(heights), names, strict=True):
+                rows.copy_(self._wide(name))
+        return operand
+
+    def fp32(self, name: str) -> Tensor:
+        """One tensor in fp32, whatever the runtime's dtype."""
+        return self._wide(name).float()
+
+    def _wide(self, name: str) -> Tensor:
+        return self._reader.wide(name, self._table[name])
 
 
 def gemm_shapes(weights: ModelWeights) -> set[tuple[int, int]]:
@@ -213,11 +215,11 @@ def _mlp(source: TensorSource, prefix: str) -> MlpWeights:
 
 
 def _moe(source: TensorSource, config: GlmConfig, prefix: str) -> MoeWeights:
-    experts = [_mlp(source, f"{prefix}experts.{expert}.") for expert in range(config.n_routed_experts)]
+    experts = [f"{prefix}experts.{expert}." for expert in range(config.n_routed_experts)]
     return MoeWeights(
         router=source.fp32(prefix + "gate.weight"),
         bias=source.fp32(prefix + "gate.e_score_correction_bias"),
-        gate_up=torch.stack([expert.gate_up for expert in experts]),
-        down=torch.stack([expert.down for expert in experts]),
+        gate_up=source.stacks([(expert + "gate_proj.weight", expert + "up_proj.weight") for expert in experts]),
+        down=source.stacks([(expert + "down_proj.weight",) for expert in experts]),
         shared=_mlp(source, prefix + "shared_experts."),
     )

@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.config_fields import FP8_BLOCK
-from glm_runtime.tensor_table import SCALE_SUFFIX, TensorSpec, scale_shape, tensor_table
+from glm_runtime.quantisation import quantise_block_fp8, quantise_nvfp4
+from glm_runtime.stored_tensors import INDEX_FILE, WEIGHTS_FILE
+from glm_runtime.synthetic import random_tensor
+from glm_runtime.tensor_table import tensor_table
+from glm_runtime.weight_format import (
+    FP8_SCALE_SUFFIX,
+    NVFP4_GLOBAL_SCALE_SUFFIX,
+    NVFP4_INPUT_SCALE_SUFFIX,
+    NVFP4_SCALE_SUFFIX,
+    beside,
+)
 
 TINY = Path(__file__).parent.parent / "glm_runtime" / "tiny"
 
@@ -170,34 +180,25 @@ def write_config(directory: Path, fields: Mapping[str, Any]) -> Path:
 
 
 def random_tensors(config: GlmConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint, in the config's dtype, scaled so that activations and scores stay of order one."""
-    generator = torch.Generator().manual_seed(seed)
+    """Every tensor of the checkpoint, in the config's dtype, as `glm-cluster make-checkpoint` draws them."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    return {name: _random_tensor(name, spec, generator, dtype) for name, spec in tensor_table(config).items()}
+    return {
+        name: random_tensor(name, spec, seed).to(torch.float32 if spec.must_be_fp32 else dtype)
+        for name, spec in tensor_table(config).items()
+    }
 
 
-def _random_tensor(name: str, spec: TensorSpec, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    noise = torch.randn(spec.shape, generator=generator)
-    if spec.must_be_fp32:
-        return 0.2 * noise  # the routing bias: large enough that dropping it changes the choice
-    if len(spec.shape) == 1:
-        return ((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise).to(dtype)
-    if "embed_tokens" in name:
-        return noise.to(dtype)
-    return (noise * spec.shape[1] ** -0.5).to(dtype)
-
-
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 bytes and one fp32 scale per 128 x 128 block, the last blocks partial."""
-    rows, columns = weight.shape
-    scales = torch.empty(scale_shape((rows, columns)))
-    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(i * FP8_BLOCK, (i + 1) * FP8_BLOCK), slice(j * FP8_BLOCK, (j + 1) * FP8_BLOCK))
-            scales[i, j] = weight[block].abs().max() / 448
-            quantised[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-    return quantised, scales
+def shard(directory: Path, num_shards: int = 3) -> None:
+    """Split the single file as published checkpoints are."""
+    tensors = load_file(directory / WEIGHTS_FILE)
+    (directory / WEIGHTS_FILE).unlink()
+    placed = {}
+    for number in range(num_shards):
+        file = f"model-{number + 1:05}-of-{num_shards:05}.safetensors"
+        part = dict(sorted(tensors.items())[number::num_shards])
+        save_file(part, directory / file)
+        placed |= dict.fromkeys(part, file)
+    (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def quantise_tensors(config: GlmConfig, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -208,8 +209,33 @@ def quantise_tensors(config: GlmConfig, tensors: dict[str, Tensor]) -> tuple[dic
     packed, twin = dict(tensors), dict(tensors)
     for name, spec in tensor_table(config).items():
         if spec.is_quantisable and "weights_proj" not in name:
-            quantised, scales = quantise(tensors[name].float())
-            packed[name], packed[name.removesuffix(".weight") + SCALE_SUFFIX] = quantised, scales
+            quantised, scales = quantise_block_fp8(tensors[name])
+            packed[name], packed[beside(name, FP8_SCALE_SUFFIX)] = quantised, scales
             blocks = scales.repeat_interleave(FP8_BLOCK, 0)[: spec.shape[0]].repeat_interleave(FP8_BLOCK, 1)[:, : spec.shape[1]]
             twin[name] = quantised.float() * blocks
     return packed, twin
+
+
+def nvfp4_tensors(config: GlmConfig, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A checkpoint of the same weights with NVFP4 experts, and its twin whose experts hold exactly what the packed ones stand for."""
+    packed, twin = dict(tensors), dict(tensors)
+    for name, spec in tensor_table(config).items():
+        if spec.is_routed_expert:
+            data, scale, global_scale = quantise_nvfp4(tensors[name])
+            packed[name], packed[beside(name, NVFP4_SCALE_SUFFIX)] = data, scale
+            packed[beside(name, NVFP4_GLOBAL_SCALE_SUFFIX)] = global_scale
+            packed[beside(name, NVFP4_INPUT_SCALE_SUFFIX)] = torch.tensor(0.5)
+            twin[name] = unpack_nvfp4(data, scale, global_scale)
+    return packed, twin
+
+
+def unpack_nvfp4(data: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """The values, element by element from the format's definition, computed in fp64 and rounded once to fp32."""
+    rows, half = data.shape
+    values = torch.empty(rows, 2 * half, dtype=torch.float64)
+    for odd in (0, 1):
+        code = (data >> (4 * odd)) & 15
+        exponent, mantissa = (code >> 1) & 3, code & 1
+        magnitude = torch.where(exponent > 0, (1 + mantissa / 2) * 2.0 ** (exponent.double() - 1), mantissa / 2)
+        values[:, odd::2] = torch.where(code >= 8, -magnitude, magnitude)
+    return (values * scale.double().repeat_interleave(16, dim=1) * global_scale.double()).float()

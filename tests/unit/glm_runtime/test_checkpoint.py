@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, stored_tensors, tokenizer_digest
+from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenizer_digest
+from glm_runtime.config import GlmConfig
+from glm_runtime.stored_tensors import stored_tensors
 from kv_transfer.errors import ConfigError
-from tests.glm_checkpoints import SMALL_FIELDS, TINY, write_checkpoint, write_config
+from tests.glm_checkpoints import SMALL_FIELDS, TINY, nvfp4_tensors, shard, write_checkpoint, write_config
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,19 +31,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def directory(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "checkpoint"))
-
-
-def shard(directory: Path, num_shards: int = 3) -> None:
-    """Split the single file as published checkpoints are."""
-    tensors = load_file(directory / WEIGHTS)
-    (directory / WEIGHTS).unlink()
-    placed = {}
-    for number in range(num_shards):
-        file = f"model-{number + 1:05}-of-{num_shards:05}.safetensors"
-        part = dict(sorted(tensors.items())[number::num_shards])
-        save_file(part, directory / file)
-        placed |= dict.fromkeys(part, file)
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def edit_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -237,3 +225,72 @@ def test_digest_of_a_large_file_samples_it(directory: Path) -> None:
     raw[-1] ^= 1
     (directory / WEIGHTS).write_bytes(bytes(raw))
     assert checkpoint_digest(directory, small_file_bytes=1000) != before
+
+
+EXPERT = "model.layers.4.mlp.experts.5.down_proj"
+NVFP4_FIELDS = {**SMALL_FIELDS, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+
+
+def write_nvfp4(directory: Path, change: Callable[[dict[str, Tensor]], None] | None = None) -> Path:
+    """A checkpoint with NVFP4 experts."""
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        packed, _ = nvfp4_tensors(GlmConfig.from_checkpoint(directory), tensors)
+        tensors.clear()
+        tensors.update(packed)
+        if change is not None:
+            change(tensors)
+
+    return write_checkpoint(directory, NVFP4_FIELDS, change=pack)
+
+
+def test_nvfp4_is_recognised_by_its_tensors(tmp_path: Path) -> None:
+    """The configuration speaks of FP8; scalars come as one element, as some writers store them."""
+    write_nvfp4(tmp_path, put(f"{EXPERT}.weight_scale_2", torch.ones(1)))
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL_FIELDS, "quantization_config": {"quant_method": "fp8"}}))
+    check_checkpoint(tmp_path)
+
+
+NVFP4_DAMAGE: list[tuple[str, Callable[[dict[str, Tensor]], None], list[str]]] = [
+    ("no-scale", drop(f"{EXPERT}.weight_scale"), [f"{EXPERT}.weight_scale is missing", "nvfp4 needs"]),
+    ("no-global-scale", drop(f"{EXPERT}.weight_scale_2"), [f"{EXPERT}.weight_scale_2 is missing", "nvfp4 needs"]),
+    ("no-input-scale", drop(f"{EXPERT}.input_scale"), [f"{EXPERT}.input_scale is missing", "nvfp4 needs"]),
+    ("no-weight", drop(f"{EXPERT}.weight"), [f"{EXPERT}.weight is missing"]),
+    ("unpacked", put(f"{EXPERT}.weight", torch.zeros(96, 48).byte()), ["has shape [96, 48]", "says [96, 24], two values a byte"]),
+    ("not-bytes", put(f"{EXPERT}.weight", torch.zeros(96, 24)), [f"{EXPERT}.weight has a scale but is F32; expected U8"]),
+    (
+        "scale-shape",
+        put(f"{EXPERT}.weight_scale", torch.zeros(96, 2).to(torch.float8_e4m3fn)),
+        [f"the scale {EXPERT}.weight_scale", "is F8_E4M3 [96, 2]; expected F8_E4M3 [96, 3]"],
+    ),
+    ("scale-dtype", put(f"{EXPERT}.weight_scale", torch.zeros(96, 3)), ["is F32 [96, 3]; expected F8_E4M3 [96, 3]"]),
+    ("scalar", put(f"{EXPERT}.weight_scale_2", torch.zeros(2)), ["is F32 [2]; expected F32 []"]),
+    (
+        "attention",
+        put("model.layers.4.self_attn.o_proj.weight_scale", torch.zeros(96, 5).to(torch.float8_e4m3fn)),
+        ["o_proj.weight_scale is not one", "NVFP4 is read for routed experts only"],
+    ),
+    ("both", put(f"{EXPERT}.weight_scale_inv", torch.ones(1, 1)), [f"{EXPERT}.weight has a scale but is U8; expected F8_E4M3"]),
+    (
+        "bytes-without-scales",
+        put("model.layers.4.self_attn.o_proj.weight", torch.zeros(96, 80).byte()),
+        ["o_proj.weight is U8", "its scale tensors (weight_scale and others) are missing"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), [case[1:] for case in NVFP4_DAMAGE], ids=[case[0] for case in NVFP4_DAMAGE])
+def test_damaged_nvfp4_is_named(tmp_path: Path, damage: Callable[[dict[str, Tensor]], None], says: list[str]) -> None:
+    write_nvfp4(tmp_path, damage)
+    error = refused(tmp_path)
+    assert error.path == str(tmp_path / WEIGHTS)
+    assert all(part in error.message for part in says), error.message
+
+
+def test_nvfp4_needs_whole_groups_of_columns(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path,
+        {**NVFP4_FIELDS, "moe_intermediate_size": 40},
+        change=put(f"{EXPERT}.input_scale", torch.ones(())),
+    )
+    assert "its 40 columns are no multiple of 16" in refused(tmp_path).message

@@ -126,8 +126,8 @@ def test_a_mistake_is_refused_by_file_and_field(tmp_path: Path, changes: dict[st
     assert says in caught.value.message
 
 
-def test_block_fp8_is_read_from_the_quantisation(tmp_path: Path) -> None:
-    assert config_from(tmp_path, quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["x"]}).is_block_fp8
+def test_a_quantisation_is_noticed(tmp_path: Path) -> None:
+    assert config_from(tmp_path, quantization_config={"quant_method": "fp8", "modules_to_not_convert": ["x"]}).is_quantised
 
 
 @pytest.mark.parametrize(("content", "says"), [("{", "is not JSON"), ("[1]", "expected an object"), (None, "cannot be read")])

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.weights import ModelWeights, MoeWeights, dequantise, gemm_shapes, load_weights
+from glm_runtime.weights import ModelWeights, MoeWeights, gemm_shapes, load_weights
 from kv_transfer.errors import ConfigError
-from tests.glm_checkpoints import TINY, quantise, write_checkpoint
+from tests.glm_checkpoints import TINY, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +57,6 @@ def test_what_stays_fp32_in_a_bf16_runtime() -> None:
     assert isinstance(mlp, MoeWeights)
     assert mlp.router.dtype == mlp.bias.dtype == weights.final_norm.dtype == torch.float32
     assert mlp.gate_up.dtype == weights.embedding.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("shape", [(128, 128), (448, 300), (1, 1), (130, 257)])
-def test_dequantise_multiplies_each_block_by_its_scale(shape: tuple[int, int]) -> None:
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    quantised, scales = quantise(weight)
-    wide = dequantise(quantised, scales)
-    for row, column in ((0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)):
-        assert wide[row, column] == quantised[row, column].float() * scales[row // 128, column // 128]
-    assert (wide - weight).norm() / weight.norm() < 0.04
 
 
 def test_progress_ends_at_all_bytes_without_the_mtp_layer(directory: Path) -> None:

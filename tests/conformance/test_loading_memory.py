@@ -1,0 +1,47 @@
+"""Loading a sharded checkpoint takes little more memory than the model: each tensor goes straight to its place."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm_runtime.synthetic import WeightScheme, make_checkpoint
+from glm_runtime.synthetic_config import model_fields, token_fields
+from tests.glm_checkpoints import TINY
+
+MIB = 1 << 20
+ALLOWED_EXTRA_MIB = 64
+"""The largest tensor as it is stored and in fp32, the headers and what the allocator keeps."""
+
+LOAD = """
+import dataclasses, json, resource, sys, torch
+from pathlib import Path
+from glm_runtime.config import GlmConfig
+from glm_runtime.weights import load_weights
+torch.set_num_threads(1)
+directory = Path(sys.argv[1])
+config = GlmConfig.from_checkpoint(directory)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+weights = load_weights(directory, config, torch.bfloat16)
+def num_bytes(part):
+    if isinstance(part, torch.Tensor):
+        return part.nbytes
+    if isinstance(part, tuple):
+        return sum(map(num_bytes, part))
+    return sum(num_bytes(getattr(part, field.name)) for field in dataclasses.fields(part)) if part is not None else 0
+print(json.dumps({"grown_bytes": peak() - before, "weight_bytes": num_bytes(weights)}))
+"""
+
+
+@pytest.mark.parametrize("scheme", [WeightScheme.BF16, WeightScheme.NVFP4])
+def test_the_peak_is_close_to_the_models_size(tmp_path: Path, scheme: WeightScheme) -> None:
+    fields = model_fields("medium", token_fields(TINY), {"vocab_size": 4096, "num_hidden_layers": 6, "n_routed_experts": 24})
+    make_checkpoint(tmp_path, fields, scheme, seed=0, tokenizer_dir=TINY, max_shard_bytes=40_000_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 4
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout)
+    assert measured["weight_bytes"] > 250 * MIB
+    assert measured["grown_bytes"] < measured["weight_bytes"] + ALLOWED_EXTRA_MIB * MIB
