@@ -5,7 +5,6 @@ A shard has its final name only when it is whole, and the index is written last:
 """
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,24 +15,11 @@ import torch
 from torch import Tensor
 
 from glm_runtime.stored_tensors import INDEX_FILE, WEIGHTS_FILE
-from glm_runtime.weight_format import DTYPE_BYTES
+from glm_runtime.weight_format import DTYPE_BYTES, PlannedTensor
 from kv_transfer.errors import ConfigError
 
 PARTIAL_SUFFIX = ".partial"
 _HEADER_ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
-    """A tensor that will be written: its name, safetensors dtype and shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(slots=True)

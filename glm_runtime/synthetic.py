@@ -1,15 +1,14 @@
 """Makes checkpoints: random ones of any size, and existing ones in another weight format.
 
-Knows: what random weights look like and which matrices each published build quantises. Every tensor is a function of the seed and
-its name, so the same seed gives the same bytes however the files are cut. Memory is bounded by one piece of a random tensor, or
-by one tensor of an existing checkpoint.
+Knows: what random weights look like. Does not know which matrices a build quantises (`weight_scheme.py`). Every tensor is a function
+of the seed and its name, so the same seed gives the same bytes however the files are cut. Memory is bounded by one piece of a random
+tensor, or by one tensor of an existing checkpoint.
 """
 
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, unique
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from glm_runtime.checkpoint import TOKENIZER_FILE, check_checkpoint
 from glm_runtime.config import CONFIG_FILE, GlmConfig
 from glm_runtime.config_fields import FP8_BLOCK
 from glm_runtime.quantisation import quantise_block_fp8, quantise_nvfp4
-from glm_runtime.safetensors_writer import PlannedTensor, SafetensorsWriter, check_is_free
+from glm_runtime.safetensors_writer import SafetensorsWriter, check_is_free
 from glm_runtime.stored_tensors import stored_tensors
 from glm_runtime.tensor_reader import TORCH_DTYPES, TensorReader
 from glm_runtime.tensor_table import TensorSpec, tensor_table
-from glm_runtime.weight_format import NVFP4_GROUP, WeightFormat, stored_forms
+from glm_runtime.weight_format import NVFP4_GROUP, WeightFormat
+from glm_runtime.weight_scheme import SCHEME_FIELDS, WeightScheme, planned_tensors, scheme_format
 from kv_transfer.errors import ConfigError
 
 PIECE_ELEMENTS = 1 << 22
@@ -36,36 +36,6 @@ WriteProgress = Callable[[int, int], None]
 """Called with (parameters written so far, parameters in all)."""
 Pieces = Callable[[str, TensorSpec], Iterator[Tensor]]
 """An entry of the tensor table as consecutive runs of rows; every run but the last is a multiple of 128 rows."""
-
-
-@unique
-class WeightScheme(Enum):
-    """What a build quantises. fp8: all matrices but router, weights_proj, eh_proj, embedding and head. nvfp4: routed experts only."""
-
-    BF16 = "bf16"
-    FP32 = "fp32"
-    FP8 = "fp8"
-    NVFP4 = "nvfp4"
-
-
-_SCHEME_FIELDS: Mapping[WeightScheme, Mapping[str, Any]] = {
-    WeightScheme.BF16: {"dtype": "bfloat16"},
-    WeightScheme.FP32: {"dtype": "float32"},
-    WeightScheme.FP8: {
-        "dtype": "bfloat16",
-        "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        },
-    },
-    WeightScheme.NVFP4: {
-        "dtype": "bfloat16",
-        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": NVFP4_GROUP},
-    },
-}
-_KEPT_BY_FP8 = ("indexer.weights_proj.weight", "eh_proj.weight")
 
 
 def make_checkpoint(
@@ -114,33 +84,13 @@ def write_config(directory: Path, fields: Mapping[str, Any], scheme: WeightSchem
     kept = {name: value for name, value in fields.items() if name not in ("torch_dtype", "quantization_config")}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG_FILE).write_text(json.dumps({**kept, **_SCHEME_FIELDS[scheme]}, indent=2) + "\n", encoding="utf-8")
+        (directory / CONFIG_FILE).write_text(json.dumps({**kept, **SCHEME_FIELDS[scheme]}, indent=2) + "\n", encoding="utf-8")
         for name in TOKENIZER_FILES:
             if (tokenizer_dir / name).exists():
                 shutil.copyfile(tokenizer_dir / name, directory / name)
     except OSError as error:
         raise ConfigError(f"cannot be written ({error.strerror})", path=str(directory)) from None
     return GlmConfig.from_checkpoint(directory)
-
-
-def scheme_format(name: str, spec: TensorSpec, scheme: WeightScheme, config: GlmConfig) -> WeightFormat:
-    """The format of one entry of the tensor table in a build of this scheme."""
-    if scheme is WeightScheme.FP8 and spec.is_quantisable and not name.endswith(_KEPT_BY_FP8):
-        return WeightFormat.BLOCK_FP8
-    is_mtp = name.startswith(tuple(f"model.layers.{layer}." for layer in config.mtp_layers))
-    if scheme is WeightScheme.NVFP4 and spec.is_routed_expert and not is_mtp:
-        return WeightFormat.NVFP4
-    return WeightFormat.PLAIN
-
-
-def planned_tensors(name: str, spec: TensorSpec, scheme: WeightScheme, config: GlmConfig) -> list[PlannedTensor]:
-    """What a build of this scheme stores for one entry of the tensor table, the weight first."""
-    plain = "BF16" if config.dtype == "bfloat16" else "F32"
-    forms = stored_forms(name, spec, scheme_format(name, spec, scheme, config))
-    return [
-        PlannedTensor(stored, plain if plain in form.dtypes and len(form.dtypes) > 1 else form.dtypes[0], form.shape)
-        for stored, form in forms.items()
-    ]
 
 
 def random_tensor(name: str, spec: TensorSpec, seed: int) -> Tensor:

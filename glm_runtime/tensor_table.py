@@ -33,6 +33,35 @@ def tensor_table(config: GlmConfig) -> dict[str, TensorSpec]:
     return table
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCounts:
+    """active: what one token of the target model is multiplied with, head included; the embedding is only looked up."""
+
+    target: int
+    mtp: int
+    active: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the checkpoint."""
+        return self.target + self.mtp
+
+
+def count_parameters(config: GlmConfig) -> ParameterCounts:
+    """Parameters of the model that a configuration describes, from the tensor table."""
+    table = tensor_table(config)
+    mtp_prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
+    mtp = sum(spec.num_elements for name, spec in table.items() if name.startswith(mtp_prefixes))
+    total = sum(spec.num_elements for spec in table.values())
+    routed = sum(spec.num_elements for name, spec in table.items() if spec.is_routed_expert and not name.startswith(mtp_prefixes))
+    chosen = routed * config.num_experts_per_tok // config.n_routed_experts
+    embedding = table["model.embed_tokens.weight"].num_elements
+    return ParameterCounts(
+        target=total - mtp, mtp=mtp, active=total - mtp - routed + chosen - embedding, head=table["lm_head.weight"].num_elements
+    )
+
+
 def _global_tensors(config: GlmConfig) -> Iterator[tuple[str, TensorSpec]]:
     yield "model.embed_tokens.weight", TensorSpec((config.vocab_size, config.hidden_size))
     yield "model.norm.weight", TensorSpec((config.hidden_size,))

@@ -50,9 +50,18 @@ class StoredForm:
         """Whether a stored shape is this one; a scalar may also come as one element."""
         return shape == self.shape or (not self.shape and shape == (1,))
 
-    def num_bytes(self, dtype: str) -> int:
-        """Bytes of this tensor in one of its dtypes."""
-        return math.prod(self.shape) * DTYPE_BYTES[dtype]
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor that will be written: its name, safetensors dtype and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def beside(name: str, suffix: str) -> str:

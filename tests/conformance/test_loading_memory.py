@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from glm_runtime.synthetic import WeightScheme, make_checkpoint
+from glm_runtime.synthetic import make_checkpoint
 from glm_runtime.synthetic_config import model_fields, token_fields
+from glm_runtime.weight_scheme import WeightScheme
 from tests.glm_checkpoints import TINY
 
 MIB = 1 << 20

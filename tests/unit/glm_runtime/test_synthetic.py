@@ -12,10 +12,12 @@ from torch import Tensor
 from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest
 from glm_runtime.config import GlmConfig
 from glm_runtime.quantisation import dequantise_block_fp8, quantise_block_fp8
-from glm_runtime.safetensors_writer import PlannedTensor, SafetensorsWriter
-from glm_runtime.synthetic import MAX_SHARD_BYTES, WeightScheme, convert_checkpoint, make_checkpoint, random_pieces
+from glm_runtime.safetensors_writer import SafetensorsWriter
+from glm_runtime.synthetic import MAX_SHARD_BYTES, convert_checkpoint, make_checkpoint, random_pieces
 from glm_runtime.synthetic_config import model_fields, token_fields
 from glm_runtime.tensor_table import TensorSpec, tensor_table
+from glm_runtime.weight_format import PlannedTensor
+from glm_runtime.weight_scheme import WeightScheme
 from kv_transfer.errors import ConfigError
 from tests.glm_checkpoints import GLM53_FIELDS, TINY, write_config
 

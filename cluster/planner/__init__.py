@@ -1,0 +1,1 @@
+"""Plans: what fits where, computed from configurations and layouts alone."""
