@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.cli_checkpoint import add_checkpoint_commands
 from kv_transfer.errors import ConfigError, ServingError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _make_parser() -> argparse.ArgumentParser:
     status.add_argument("--pid", type=int, help="the supervisor's pid, where several clusters run (default: the newest)")
     status.add_argument("--state-dir", type=Path, help="where the cluster keeps its state (default: as serve's default)")
     status.set_defaults(run=_status)
+    add_checkpoint_commands(commands)
     return parser
 
 

@@ -113,6 +113,15 @@ class GlmConfig:
         return tuple(layer for layer in range(self.num_hidden_layers) if self.is_indexing_layer(layer))
 
     @cached_property
+    def index_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Runs of layers that attend to one list: each starts at a layer that owns an indexer, and every layer is in one."""
+        starts = self.indexing_layers
+        assert starts, "layer 0 owns an indexer, or the file would have been refused"
+        assert starts[0] == 0, "layer 0 owns an indexer, or the file would have been refused"
+        ends = (*starts[1:], self.num_hidden_layers)
+        return tuple(tuple(range(start, end)) for start, end in zip(starts, ends, strict=True))
+
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with routed experts, in order."""
         return tuple(layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))

@@ -39,11 +39,7 @@ class Selection:
 
 def build_index_groups(config: GlmConfig) -> tuple[IndexGroup, ...]:
     """Cut the layers into groups: a group starts at each layer that owns an indexer. Every layer is in exactly one group."""
-    starts = config.indexing_layers
-    assert starts, "GlmConfig guarantees that layer 0 owns an indexer"
-    assert starts[0] == 0, "GlmConfig guarantees that layer 0 owns an indexer"
-    ends = (*starts[1:], config.num_hidden_layers)
-    return tuple(IndexGroup(tuple(range(start, end))) for start, end in zip(starts, ends, strict=True))
+    return tuple(IndexGroup(layers) for layers in config.index_groups)
 
 
 def make_selection(lists: Tensor, batch: StepBatch, region: CacheRegion) -> Selection:

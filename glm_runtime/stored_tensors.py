@@ -48,6 +48,11 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return stored
 
 
+def has_weights(directory: Path) -> bool:
+    """Whether there are weights at all, good or bad; config.json alone describes a model as well."""
+    return (directory / INDEX_FILE).exists() or (directory / WEIGHTS_FILE).exists()
+
+
 def _read_index(path: Path) -> dict[str, str]:
     try:
         placed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]

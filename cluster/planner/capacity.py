@@ -75,18 +75,20 @@ def bytes_per_token(layout: CacheLayout, num_mtp_layers: int = 0) -> int:
     return sum(component.bytes_per_token * (len(component.layers) + num_mtp_layers) for component in layout.components)
 
 
-def find_capacity(config: GlmConfig, layout: CacheLayout, scheme: WeightScheme, group: GpuGroup, *, has_mtp: bool = True) -> Capacity:
-    """What a group holds beside weights of this scheme, in whole blocks. The vocabulary is split over the group."""
-    weight_bytes = weight_bytes_per_gpu(config, scheme, group.split, group.num_gpus, has_mtp=has_mtp)
+def find_capacity(layout: CacheLayout, group: GpuGroup, weight_bytes: int, *, num_mtp_layers: int) -> Capacity:
+    """What a group holds beside `weight_bytes` on each GPU (`weight_bytes_per_gpu`), in whole blocks."""
     cache_bytes = max(0, group.usable_bytes - weight_bytes)
-    block_bytes = bytes_per_token(layout, config.num_nextn_predict_layers if has_mtp else 0) * layout.block_size_tokens
+    block_bytes = bytes_per_token(layout, num_mtp_layers) * layout.block_size_tokens
     num_holders = 1 if group.split is Split.TP else group.num_gpus
     kv_tokens = cache_bytes // block_bytes * layout.block_size_tokens * num_holders
     return Capacity(group=group, weight_bytes=weight_bytes, cache_bytes=cache_bytes, kv_tokens=kv_tokens)
 
 
 def weight_bytes_per_gpu(config: GlmConfig, scheme: WeightScheme, split: Split, num_gpus: int, *, has_mtp: bool = True) -> int:
-    """Bytes of weights on each GPU, as runtimes hold them. Raises ValueError when heads or experts do not divide."""
+    """Bytes of weights on each GPU, as runtimes hold them; the vocabulary is spread over the group.
+
+    Raises ValueError when heads or experts do not divide.
+    """
     for what, count in (("attention heads", config.num_attention_heads), ("routed experts", config.n_routed_experts)):
         if count % num_gpus:
             raise ValueError(f"{count} {what} cannot be split over {num_gpus} GPUs")

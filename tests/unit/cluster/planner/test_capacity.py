@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.planner.capacity import GPU_MEMORY_BYTES, GpuGroup, Split, bytes_per_token, find_capacity, weight_bytes_per_gpu
+from cluster.planner.capacity import GPU_MEMORY_BYTES, Capacity, GpuGroup, Split, bytes_per_token, find_capacity, weight_bytes_per_gpu
 from glm_runtime.config import GlmConfig
 from glm_runtime.tensor_table import count_parameters, tensor_table
 from glm_runtime.weight_scheme import WeightScheme, planned_tensors
@@ -56,31 +56,37 @@ def test_bytes_per_token(config: GlmConfig, mla_bytes: int, target: int, with_mt
     assert layout.bytes_per_token == target
 
 
+def capacity_of(
+    config: GlmConfig, gpu: str, split: Split, scheme: WeightScheme = WeightScheme.FP8, num_gpus: int = 8, *, has_mtp: bool = True
+) -> Capacity:
+    """With an fp8_ds_mla cache."""
+    weight_bytes = weight_bytes_per_gpu(config, scheme, split, num_gpus, has_mtp=has_mtp)
+    group = GpuGroup(gpu=gpu, split=split, num_gpus=num_gpus)
+    return find_capacity(layout_of(config, 656), group, weight_bytes, num_mtp_layers=int(has_mtp))
+
+
 @pytest.mark.parametrize(("split", "million_tokens"), [(Split.TP, 0.50), (Split.DP, 2.0), (Split.DCP, 3.6)])
 def test_tokens_on_eight_h200(config: GlmConfig, split: Split, million_tokens: float) -> None:
     """FP8 weights, fp8_ds_mla, 0.92 of 141 GB, 6 GB of workspace, with MTP, vocabulary split."""
-    capacity = find_capacity(config, layout_of(config, 656), WeightScheme.FP8, GpuGroup(gpu="H200", split=split))
+    capacity = capacity_of(config, "H200", split)
     assert capacity.kv_tokens == pytest.approx(million_tokens * 1e6, rel=0.05)
     assert capacity.kv_tokens % 64 == 0
     assert capacity.weight_bytes + capacity.cache_bytes == capacity.group.usable_bytes
 
 
 def test_the_weights_do_not_fit_eight_h100(config: GlmConfig) -> None:
-    capacity = find_capacity(config, layout_of(config, 656), WeightScheme.FP8, GpuGroup(gpu="H100", split=Split.TP))
+    capacity = capacity_of(config, "H100", Split.TP)
     assert (capacity.fits, capacity.kv_tokens, capacity.cache_bytes) == (False, 0, 0)
-    sixteen = find_capacity(config, layout_of(config, 656), WeightScheme.FP8, GpuGroup(gpu="H100", split=Split.TP, num_gpus=16))
+    sixteen = capacity_of(config, "H100", Split.TP, num_gpus=16)
     assert sixteen.fits
 
 
 @pytest.mark.parametrize("gpu", ["H200", "B200", "B300"])
 def test_what_is_larger(config: GlmConfig, gpu: str) -> None:
-    layout = layout_of(config, 656)
-    tokens = [find_capacity(config, layout, WeightScheme.FP8, GpuGroup(gpu=gpu, split=split)).kv_tokens for split in Split]
+    tokens = [capacity_of(config, gpu, split).kv_tokens for split in Split]
     assert tokens == sorted(tokens), "tp holds every token on every GPU; dcp spreads weights as well"
-    without_mtp = find_capacity(config, layout, WeightScheme.FP8, GpuGroup(gpu=gpu, split=Split.TP), has_mtp=False)
-    assert without_mtp.kv_tokens > tokens[0]
-    nvfp4 = find_capacity(config, layout, WeightScheme.NVFP4, GpuGroup(gpu=gpu, split=Split.TP))
-    assert nvfp4.kv_tokens > tokens[0]
+    assert capacity_of(config, gpu, Split.TP, has_mtp=False).kv_tokens > tokens[0]
+    assert capacity_of(config, gpu, Split.TP, WeightScheme.NVFP4).kv_tokens > tokens[0]
 
 
 def test_one_gpu_holds_every_weight_once_whatever_the_split(config: GlmConfig) -> None:
