@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli_checkpoint import add_checkpoint_commands
+from cluster.cli_run import add_run_command
 from kv_transfer.errors import ConfigError, ServingError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except ServingError as error:
         _complain(str(error))
+        return 1
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
@@ -55,6 +59,7 @@ def _make_parser() -> argparse.ArgumentParser:
     status.add_argument("--pid", type=int, help="the supervisor's pid, where several clusters run (default: the newest)")
     status.add_argument("--state-dir", type=Path, help="where the cluster keeps its state (default: as serve's default)")
     status.set_defaults(run=_status)
+    add_run_command(commands)
     add_checkpoint_commands(commands)
     return parser
 

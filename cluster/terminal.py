@@ -17,7 +17,9 @@ Report = Callable[[int, int], None]
 def progress_bar(label: str, *, in_bytes: bool = False) -> Iterator[Report]:
     """A bar that follows the reports and is erased at the end."""
     amount: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    bar = Progress(TextColumn(label), BarColumn(), amount, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    columns = (TextColumn(label), BarColumn(), amount, TimeElapsedColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task: TaskID = bar.add_task(label, total=None)
     with bar:
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,6 +3,7 @@
 Knows: the order of loading, and that a first step is slow and must not be a user's. Does not know workers.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,10 @@ from kv_transfer.layout import CacheLayout
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
 
+logger = logging.getLogger(__name__)
+
 WARM_UP_TOKENS = 16
+WORTH_LOGGING_BYTES = 256 << 20
 
 
 class StepRunner(Protocol):
@@ -39,12 +43,26 @@ class LoadedModel:
     max_step_tokens: int
 
 
+class LoggedLoading:
+    """Writes every tenth of a long load to the log, so that a start that takes minutes is seen to move."""
+
+    def __init__(self) -> None:
+        self._tenths_logged = 0
+
+    def report(self, bytes_read: int, bytes_total: int) -> None:
+        """A `LoadProgress`. Small checkpoints are not worth a line."""
+        tenths = 10 * bytes_read // max(bytes_total, 1)
+        if bytes_total >= WORTH_LOGGING_BYTES and tenths > self._tenths_logged:
+            self._tenths_logged = tenths
+            logger.info("loading weights percent=%d read_mib=%d total_mib=%d", 10 * tenths, bytes_read >> 20, bytes_total >> 20)
+
+
 def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> LoadedModel:
     """Load the checkpoint, map the pool with the incarnation's probe pattern, and run a first step. Takes seconds to minutes.
 
     Raises ConfigError as `GlmRuntime.load` does.
     """
-    runtime = GlmRuntime.load(runtime_config)
+    runtime = GlmRuntime.load(runtime_config, LoggedLoading().report)
     memory = PoolMemory(runtime.num_blocks, runtime.layout.block_bytes)
     memory.write_probe(incarnation)
     runner = runtime.attach(memory)

@@ -30,8 +30,8 @@ class ChatEndpoint(GeneratingEndpoint):
         parts.model.check_name(request.model)
         self.note_ignored(exchange, request)
         parts.relay.admit(1)
-        messages = [_plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-        variables = _template_variables(request)
+        messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
+        variables = template_variables(request)
         limit = parts.context_tokens
         tokens = await self.tokenise(len(body), lambda: self._encode(messages, variables, limit))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
@@ -103,7 +103,7 @@ class ChatWriter(AnswerWriter):
         return sse.chat_body(self._id, self._created_s, self._model, message, answer.finish_reason, self._usage())
 
 
-def _template_variables(request: ChatRequest) -> dict[str, Any]:
+def template_variables(request: ChatRequest) -> dict[str, Any]:
     """The template's variables: the mapped effort, and whatever the client passes raw, which wins."""
     variables: dict[str, Any] = {}
     effort = EFFORT_LEVELS.get(request.reasoning_effort or "")
@@ -116,7 +116,7 @@ def _template_variables(request: ChatRequest) -> dict[str, Any]:
     return variables
 
 
-def _plain_message(message: ChatMessage, path: str) -> dict[str, Any]:
+def plain_message(message: ChatMessage, path: str) -> dict[str, Any]:
     """A message as the template wants it. Raises InvalidRequest, UnsupportedParameter."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _plain_content(message, path)}

@@ -17,7 +17,8 @@ def _run(*arguments: str, text: str = "") -> "subprocess.CompletedProcess[str]":
 def _refused(expected: str, *arguments: str, text: str = "") -> None:
     done = _run(*arguments, text=text)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert expected in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert expected in line
     assert not done.stdout
 
 
@@ -45,8 +46,37 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     _refused("config.json: cannot be read", "inspect", str(tmp_path))
     _refused("--gpus: is 0", "inspect", str(tmp_path), "--gpus", "0")
     target = str(tmp_path / "target")
-    _refused("hiden: is not a field that can be set", "make-checkpoint", target, "--set", "hiden=3")
+    _refused("hidden: is not a field that can be set", "make-checkpoint", target, "--set", "hidden=3")
     _refused("--set: is 'hidden_size'; expected FIELD=VALUE", "make-checkpoint", target, "--set", "hidden_size")
     _refused("vocabulary has 100", "make-checkpoint", target, "--set", "vocab_size=100")
     _refused("--seed: cannot be given with --from", "make-checkpoint", target, "--from", str(tmp_path), "--seed", "3")
     assert not list(tmp_path.glob("target/*.safetensors"))
+
+
+def test_run_streams_one_answer_and_reports_its_speed() -> None:
+    done = _run("run", "Name the days.", "--temperature", "0", "--max-tokens", "9", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "output tokens in" in done.stderr.splitlines()[-1]
+    piped = _run("run", "-", "--temperature", "0", "--max-tokens", "9", "--threads", "1", text="Name the days.")
+    assert piped.stdout == done.stdout
+
+
+def test_run_answers_a_file_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "Spell the word cat."}, {"messages": [{"role": "user", "content": "Name the days."}], "max_tokens": 3}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = _run("run", "--file", str(file), "--json", "--max-tokens", "5", "--seed", "4", "--ignore-eos", "--threads", "1")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [len(answer["token_ids"]) for answer in report["answers"]] == [5, 3]
+    assert report["statistics"]["num_output_tokens"] == 8
+
+
+def test_run_refuses_before_it_loads(tmp_path: Path) -> None:
+    _refused("PROMPT: give a prompt, or a file", "run")
+    _refused("PROMPT: temperature", "run", "x", "--temperature", "9")
+    _refused("standard input:1: is not JSON", "run", "--file", "-", "--jsonl", text="{")
+    _refused(f"--checkpoint: there is no directory {tmp_path}/none", "run", "x", "--checkpoint", f"{tmp_path}/none")
+    _refused("config.json: cannot be read", "run", "x", "--checkpoint", str(tmp_path))
+    _refused("--cache-mib: prompt 0 has", "run", "x", "--cache-mib", "1", "--threads", "1")

@@ -142,3 +142,26 @@ def test_fast_mode_computes_in_the_checkpoints_dtype(tmp_path: Path) -> None:
     assert fast.model.weights.embedding.dtype == torch.bfloat16
     (tokens,) = generate(fast, [[(3 * i) % 190 for i in range(90)]], GREEDY, chunk_tokens=16)
     assert len(tokens) == GREEDY.max_tokens
+
+
+def test_generate_tells_each_token_and_may_be_told_to_end(runtime: GlmRuntime) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    free = generate(runtime, prompts, GREEDY)
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def take(number: int, token: int) -> bool:
+        told[number].append(token)
+        return number != 1 or len(told[1]) < 3
+
+    outputs = generate(runtime, prompts, GREEDY, on_token=take)
+    assert outputs == [free[0], free[1][:3], free[2]] == list(told.values())
+
+
+def test_generate_reuses_blocks_of_what_has_ended(directory: Path, runtime: GlmRuntime) -> None:
+    """A pool of three blocks, five prompts of one or two: each waits for blocks, and reads nothing of those before it."""
+    prompts = [[(3 * i + n) % 190 for i in range(40 + 12 * n)] for n in range(5)]
+    small = GlmRuntime.load(RuntimeConfig(checkpoint=directory, num_threads=1, cache_bytes=3 * runtime.layout.block_bytes))
+    assert generate(small, prompts, GREEDY, max_batch_sequences=3) == [generate(runtime, [prompt], GREEDY)[0] for prompt in prompts]
+    with pytest.raises(PromptTooLong, match="the cache holds 192"):
+        generate(small, [[1] * 190], GREEDY)
+    assert generate(small, [], GREEDY) == []
