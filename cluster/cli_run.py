@@ -90,7 +90,7 @@ def _generate(options: argparse.Namespace) -> int:
                 answers,
                 load_s=load_s,
                 batch_size=options.batch_size,
-                on_text=_Stream().write if streams else None,
+                on_delta=_Stream().write if streams else None,
                 on_count=drawn,
             )
         except PromptTooLong as error:

@@ -152,9 +152,8 @@ def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeCo
 
 
 def needed_memory_bytes(config: ServeConfig, weight_bytes: int) -> int:
-    """Memory that all workers together will touch: process, weights (fp32 in the deterministic mode) and cache of each."""
-    weights = weight_bytes * (2 if config.runtime.numerics == "deterministic" else 1)
-    return config.num_workers * (WORKER_BASE_BYTES + weights + config.runtime.cache_bytes)
+    """Memory that all workers together will touch: process, weights as they are loaded, and cache of each."""
+    return config.num_workers * (WORKER_BASE_BYTES + weight_bytes + config.runtime.cache_bytes)
 
 
 def _check_numbers(config: ServeConfig) -> Iterator[Mistake]:

@@ -19,7 +19,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.engine.offline import generate
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
-from glm_runtime.tensor_table import count_parameters
+from glm_runtime.tensor_table import loaded_weight_bytes
 from kv_transfer.errors import ConfigError, InvalidRequest
 from kv_transfer.messages import FinishReason, SamplingParameters
 from router.gateway.answer import Answer, TextDelta
@@ -33,7 +33,7 @@ DEFAULT_MAX_TOKENS = 256
 MODEL_NAME = "glm"
 MIB = 1 << 20
 
-OnText = Callable[[int, TextDelta], None]
+OnDelta = Callable[[int, TextDelta], None]
 """Called with (number of the prompt, new text of its answer) as tokens are drawn."""
 OnCount = Callable[[int, int], None]
 """Called with (output tokens drawn so far, output tokens there can be at most)."""
@@ -168,7 +168,7 @@ def answer_all(
     *,
     load_s: float,
     batch_size: int,
-    on_text: OnText | None = None,
+    on_delta: OnDelta | None = None,
     on_count: OnCount | None = None,
 ) -> RunStatistics:
     """Generate every answer. Raises PromptTooLong, before anything is computed, when one does not fit into the cache."""
@@ -184,8 +184,8 @@ def answer_all(
         num_drawn += 1
         if delta.finish_reason is not None:
             num_expected -= answer.sampling.max_tokens - len(answer.tokens)
-        if on_text is not None:
-            on_text(number, delta)
+        if on_delta is not None:
+            on_delta(number, delta)
         if on_count is not None:
             on_count(num_drawn, num_expected)
         return delta.finish_reason is None
@@ -204,12 +204,10 @@ def answer_all(
 
 def check_memory(config: GlmConfig, runtime_config: RuntimeConfig) -> None:
     """Raise ConfigError when the weights alone, in the dtype they are computed in, exceed the memory that is available now."""
-    is_wide = runtime_config.numerics == "deterministic" or config.dtype == "float32"
-    needed, available = count_parameters(config).target * (4 if is_wide else 2), psutil.virtual_memory().available
+    needed, available = loaded_weight_bytes(config, runtime_config.numerics), psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
-            f"the weights take {needed // MIB} MiB as {'fp32' if is_wide else 'bf16'}, {available // MIB} MiB are available",
-            path=str(runtime_config.checkpoint),
+            f"the weights take {needed // MIB} MiB in memory, {available // MIB} MiB are available", path=str(runtime_config.checkpoint)
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from glm_runtime.config import GlmConfig
+from glm_runtime.runtime_config import NumericsChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,12 @@ def count_parameters(config: GlmConfig) -> ParameterCounts:
     return ParameterCounts(
         target=total - mtp, mtp=mtp, active=total - mtp - routed + chosen - embedding, head=table["lm_head.weight"].num_elements
     )
+
+
+def loaded_weight_bytes(config: GlmConfig, numerics: NumericsChoice) -> int:
+    """Memory that the target model's weights take here, whatever format they are stored in: all are dequantised when they load."""
+    is_wide = numerics == "deterministic" or config.dtype == "float32"
+    return count_parameters(config).target * (4 if is_wide else 2)
 
 
 def _global_tensors(config: GlmConfig) -> Iterator[tuple[str, TensorSpec]]:

@@ -84,7 +84,7 @@ def test_answers_are_those_of_generate(run: OfflineRun, runtime: GlmRuntime) -> 
         shown[number] = shown.get(number, "") + delta.content
 
     statistics = answer_all(
-        runtime, answers, load_s=1.0, batch_size=2, on_text=show, on_count=lambda done, most: counts.append((done, most))
+        runtime, answers, load_s=1.0, batch_size=2, on_delta=show, on_count=lambda done, most: counts.append((done, most))
     )
     expected = generate(runtime, [answer.prompt_tokens for answer in answers], [answer.sampling for answer in answers])
     assert [answer.tokens for answer in answers] == expected

@@ -1,5 +1,6 @@
 """Loading: which checkpoint tensors become which operand, block-FP8, progress."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from glm_runtime.config import GlmConfig
+from glm_runtime.numerics import weight_dtype
+from glm_runtime.runtime_config import NumericsChoice
+from glm_runtime.tensor_table import loaded_weight_bytes
 from glm_runtime.weights import ModelWeights, MoeWeights, gemm_shapes, load_weights
 from kv_transfer.errors import ConfigError
 from tests.glm_checkpoints import TINY, write_checkpoint
@@ -77,3 +81,19 @@ def test_loading_checks_first(tmp_path: Path) -> None:
 def test_gemm_shapes_name_every_product(weights: ModelWeights) -> None:
     shapes = gemm_shapes(weights)
     assert {(96, 193), (96, 120), (40, 160), (80, 96), (96, 48), (40, 512), (24, 64), (64, 20)} <= shapes
+
+
+@pytest.mark.parametrize("numerics", ["deterministic", "fast"])
+def test_the_loaded_size_is_known_before_loading(numerics: NumericsChoice) -> None:
+    """Up to what is fp32 in every mode: norms, router, biases."""
+    config = GlmConfig.from_checkpoint(TINY)
+    weights = load_weights(TINY, config, weight_dtype(numerics, config))
+    assert num_bytes(weights) == pytest.approx(loaded_weight_bytes(config, numerics), rel=0.01)
+
+
+def num_bytes(part: object) -> int:
+    if isinstance(part, torch.Tensor):
+        return part.nbytes
+    if isinstance(part, tuple):
+        return sum(map(num_bytes, part))
+    return sum(num_bytes(getattr(part, field.name)) for field in dataclasses.fields(part)) if part is not None else 0  # type: ignore[arg-type]
