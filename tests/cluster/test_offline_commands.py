@@ -1,6 +1,7 @@
 """The commands that need no cluster, as a person would type them."""
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -44,9 +45,7 @@ def test_make_checkpoint_then_convert_then_inspect(tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     _refused("config.json: cannot be read", "inspect", str(tmp_path))
-    _refused("--gpus: is 0", "inspect", str(tmp_path), "--gpus", "0")
     target = str(tmp_path / "target")
-    _refused("hidden: is not a field that can be set", "make-checkpoint", target, "--set", "hidden=3")
     _refused("--set: is 'hidden_size'; expected FIELD=VALUE", "make-checkpoint", target, "--set", "hidden_size")
     _refused("vocabulary has 100", "make-checkpoint", target, "--set", "vocab_size=100")
     _refused("--seed: cannot be given with --from", "make-checkpoint", target, "--from", str(tmp_path), "--seed", "3")
@@ -73,10 +72,17 @@ def test_run_answers_a_file_as_json(tmp_path: Path) -> None:
     assert report["statistics"]["num_output_tokens"] == 8
 
 
-def test_run_refuses_before_it_loads(tmp_path: Path) -> None:
+def test_run_refuses_before_it_loads() -> None:
     _refused("PROMPT: give a prompt, or a file", "run")
     _refused("PROMPT: temperature", "run", "x", "--temperature", "9")
-    _refused("standard input:1: is not JSON", "run", "--file", "-", "--jsonl", text="{")
-    _refused(f"--checkpoint: there is no directory {tmp_path}/none", "run", "x", "--checkpoint", f"{tmp_path}/none")
-    _refused("config.json: cannot be read", "run", "x", "--checkpoint", str(tmp_path))
-    _refused("--cache-mib: prompt 0 has", "run", "x", "--cache-mib", "1", "--threads", "1")
+
+
+def test_run_can_be_interrupted() -> None:
+    command = [COMMAND, "run", "Name the days.", "--ignore-eos", "--max-tokens", "8000", "--raw", "--threads", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.read(1), "it streams"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130
+        assert running.stderr.read().split() == [b"interrupted"]
