@@ -10,8 +10,10 @@ from typing import Any
 
 from cluster.planner.capacity import GPU_MEMORY_BYTES, Capacity, GpuGroup, Split, bytes_per_token, find_capacity, weight_bytes_per_gpu
 from cluster.terminal import render_columns
-from glm_runtime.cache_layout import make_cache_layout, resolve_cache_format
+from glm_runtime.cache_format import INDEX_FORMATS, SERVING_DEVICE, choose_cache_formats
+from glm_runtime.cache_layout import make_cache_layout
 from glm_runtime.config import GlmConfig
+from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.stored_tensors import has_weights, stored_tensors
 from glm_runtime.tensor_check import check_tensors
 from glm_runtime.tensor_table import count_parameters, tensor_table
@@ -20,16 +22,17 @@ from glm_runtime.weight_scheme import WeightScheme
 from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout
 
-CACHE_FORMATS = ("bf16", "fp32")
-CAPACITY_FORMAT = "bf16"
+PREFERRED_FORMATS = ("fp8_ds_mla+fp8", "bf16+bf16", "fp32+fp32")
+"""Of those that a model's shape allows, the first one is what capacity is computed for when nothing else is asked."""
 MILLION = 1_000_000
 GB = 1_000_000_000
 
 
-def describe_checkpoint(directory: Path, *, scheme: WeightScheme, num_gpus: int) -> dict[str, Any]:
-    """Everything that inspect knows, as plain values. scheme: the weights that capacity is computed for, whatever is stored.
+def describe_checkpoint(directory: Path, *, scheme: WeightScheme, num_gpus: int, cache_format: str | None = None) -> dict[str, Any]:
+    """Everything that inspect knows, as plain values.
 
-    Raises ConfigError as `GlmConfig.from_checkpoint` and `check_tensors`.
+    scheme, cache_format: what capacity is computed for, whatever is stored; no format is the first of `PREFERRED_FORMATS` that fits.
+    Raises ConfigError as `GlmConfig.from_checkpoint` and `check_tensors`, and for a format that this model cannot have.
     """
     config = GlmConfig.from_checkpoint(directory)
     counts = count_parameters(config)
@@ -48,14 +51,20 @@ def describe_checkpoint(directory: Path, *, scheme: WeightScheme, num_gpus: int)
         },
         "tensors": _describe_tensors(directory, config) if has_weights(directory) else None,
         "cache_formats": [_describe_format(config, name, layout) for name, layout in cache_layouts(config)],
-        "capacity": _describe_capacity(config, scheme, num_gpus),
+        "capacity": _describe_capacity(config, scheme, num_gpus, cache_format),
     }
 
 
 def cache_layouts(config: GlmConfig) -> Iterator[tuple[str, CacheLayout]]:
-    """Every cache format that this model's shape allows, by name."""
-    for name in CACHE_FORMATS:
-        yield name, make_cache_layout(config, resolve_cache_format(config, name), "", "")
+    """Every pair of formats that this model's shape allows, by name: MLA cache + index keys."""
+    for main, indexes in INDEX_FORMATS.items():
+        for index in indexes:
+            requested = RuntimeConfig(checkpoint=Path(), cache_format=main, index_format=index)
+            try:
+                formats = choose_cache_formats(requested, config, SERVING_DEVICE)
+            except ConfigError:  # a packed format is made for GLM-5.3's widths, and this model has others
+                continue
+            yield f"{main}+{index}", make_cache_layout(config, formats, "", "")
 
 
 def _describe_layer(config: GlmConfig, layer: int) -> dict[str, Any]:
@@ -88,18 +97,23 @@ def _describe_format(config: GlmConfig, name: str, layout: CacheLayout) -> dict[
     }
 
 
-def _describe_capacity(config: GlmConfig, scheme: WeightScheme, num_gpus: int) -> dict[str, Any]:
-    layout = dict(cache_layouts(config))[CAPACITY_FORMAT]
+def _describe_capacity(config: GlmConfig, scheme: WeightScheme, num_gpus: int, cache_format: str | None) -> dict[str, Any]:
+    layouts = dict(cache_layouts(config))
+    name = cache_format or next(name for name in PREFERRED_FORMATS if name in layouts)
+    if name not in layouts:
+        raise ConfigError(f"is {name!r}; this model's are {', '.join(layouts)}", path="--cache-format")
     groups = [GpuGroup(gpu=gpu, split=split, num_gpus=num_gpus) for gpu in GPU_MEMORY_BYTES for split in Split]
     try:
         weight_bytes = {split: weight_bytes_per_gpu(config, scheme, split, num_gpus) for split in Split}
     except ValueError as error:
         raise ConfigError(str(error), path="--gpus") from None
     num_mtp_layers = len(config.mtp_layers)
-    rows = [_describe_group(find_capacity(layout, group, weight_bytes[group.split], num_mtp_layers=num_mtp_layers)) for group in groups]
+    rows = [
+        _describe_group(find_capacity(layouts[name], group, weight_bytes[group.split], num_mtp_layers=num_mtp_layers)) for group in groups
+    ]
     return {
         "weights": scheme.value,
-        "cache_format": CAPACITY_FORMAT,
+        "cache_format": name,
         "num_gpus": num_gpus,
         "usable_share": groups[0].usable_share,
         "workspace_bytes": groups[0].workspace_bytes,

@@ -23,6 +23,7 @@ def add_checkpoint_commands(commands: "Commands") -> None:
     inspect.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with config.json, with or without weights")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.add_argument("--weights", choices=SCHEMES, default="fp8", help="weights that GPU capacity is computed for (default fp8)")
+    inspect.add_argument("--cache-format", metavar="MLA+INDEX", help="cache of the same (default fp8_ds_mla+fp8 where it fits)")
     inspect.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a group (default 8)")
     inspect.set_defaults(run=_inspect)
 
@@ -49,7 +50,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
     if options.gpus < 1:
         raise ConfigError(f"is {options.gpus}; expected at least 1", path="--gpus")
-    report = describe_checkpoint(options.checkpoint, scheme=WeightScheme(options.weights), num_gpus=options.gpus)
+    report = describe_checkpoint(
+        options.checkpoint, scheme=WeightScheme(options.weights), num_gpus=options.gpus, cache_format=options.cache_format
+    )
     print(json.dumps(report, indent=1) if options.json else render_report(report))
     return 0
 

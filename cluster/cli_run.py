@@ -50,6 +50,7 @@ def add_run_command(commands: "Commands") -> None:
     run.add_argument("--checkpoint", type=Path, metavar="DIR", help="checkpoint to run (default: the shipped one)")
     run.add_argument("--numerics", choices=("deterministic", "fast"), default="deterministic", help="as runtime.numerics")
     run.add_argument("--cache-format", default="auto", metavar="FORMAT", help="as runtime.cache_format")
+    run.add_argument("--index-format", default="auto", metavar="FORMAT", help="as runtime.index_format")
     run.add_argument("--cache-mib", type=int, default=1024, metavar="MIB", help="most memory for the cache (default 1024)")
     run.add_argument("--threads", type=int, metavar="N", help="threads (default: torch's choice)")
     run.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts that are computed side by side (default 16)")
@@ -113,6 +114,7 @@ def _runtime_config(options: argparse.Namespace) -> Any:
     return RuntimeConfig(
         checkpoint=checkpoint,
         cache_format=options.cache_format,
+        index_format=options.index_format,
         numerics=options.numerics,
         num_threads=options.threads,
         cache_bytes=options.cache_mib * MIB,

@@ -24,6 +24,32 @@ def test_glm_5_3_from_its_configuration_alone(tmp_path: Path) -> None:
         assert part in text
 
 
+def test_cache_formats_of_glm_5_3(tmp_path: Path) -> None:
+    """Bytes per token, all layers, without and with the MTP layer."""
+    (tmp_path / "config.json").write_text(json.dumps(GLM53_FIELDS))
+    report = describe_checkpoint(tmp_path, scheme=WeightScheme.FP8, num_gpus=8)
+    formats = {entry["format"]: (entry["bytes_per_token"], entry["bytes_per_token_with_mtp"]) for entry in report["cache_formats"]}
+    assert formats["bf16+fp8"] == (92_628, 93_912)
+    assert formats["fp8_ds_mla+fp8"] == (53_940, 54_728)
+    assert formats["fp8_e4m3+fp8"] == (47_700, 48_408)
+    assert formats["nvfp4_ds_mla+fp8"][0] == 30_228
+    assert report["capacity"]["cache_format"] == "fp8_ds_mla+fp8"
+    tokens = {(group["gpu"], group["split"]): group["kv_tokens"] for group in report["capacity"]["groups"]}
+    for split, million_tokens in (("TP8", 0.50), ("DP8", 2.0), ("DCP8", 3.6)):
+        assert tokens["H200", split] == pytest.approx(million_tokens * 1e6, rel=0.05)
+    wider = describe_checkpoint(tmp_path, scheme=WeightScheme.FP8, num_gpus=8, cache_format="bf16+fp8")
+    assert all(group["kv_tokens"] <= tokens[group["gpu"], group["split"]] for group in wider["capacity"]["groups"])
+
+
+def test_packed_formats_need_the_real_widths(tmp_path: Path) -> None:
+    write_config(tmp_path, SMALL_FIELDS)
+    report = describe_checkpoint(tmp_path, scheme=WeightScheme.FP8, num_gpus=1)
+    assert {entry["format"] for entry in report["cache_formats"]} == {"bf16+bf16", "fp32+fp32"}
+    assert report["capacity"]["cache_format"] == "bf16+bf16"
+    with pytest.raises(ConfigError, match=r"is 'fp8_ds_mla\+fp8'; this model's are"):
+        describe_checkpoint(tmp_path, scheme=WeightScheme.FP8, num_gpus=1, cache_format="fp8_ds_mla+fp8")
+
+
 def test_weights_are_counted(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     shard(tmp_path, 3)
