@@ -66,7 +66,7 @@ def test_verbs_come_in_order_and_run_is_on_the_engine_thread() -> None:
 
     async def script(loop: EngineLoop[int, int]) -> None:
         running = asyncio.create_task(loop.run())
-        await until(lambda: worker.work == 0 and worker.seen[-1] == "decide")
+        await until(lambda: worker.seen.count("publish") == 2 and worker.seen[-1] == "decide")
         loop.stop()
         await running
 
