@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.planner.capacity import GPU_MEMORY_BYTES, Capacity, GpuGroup, Split, bytes_per_token, find_capacity, weight_bytes_per_gpu
+from cluster.planner.capacity import (
+    GPU_MEMORY_BYTES,
+    Capacity,
+    GpuGroup,
+    Split,
+    bytes_per_token,
+    choose_num_gpus,
+    find_capacity,
+    weight_bytes_per_gpu,
+)
 from cluster.terminal import render_columns
 from glm_runtime.cache_format import INDEX_FORMATS, SERVING_DEVICE, choose_cache_formats
 from glm_runtime.cache_layout import make_cache_layout
@@ -28,10 +37,13 @@ MILLION = 1_000_000
 GB = 1_000_000_000
 
 
-def describe_checkpoint(directory: Path, *, scheme: WeightScheme, num_gpus: int, cache_format: str | None = None) -> dict[str, Any]:
+def describe_checkpoint(
+    directory: Path, *, scheme: WeightScheme, num_gpus: int | None = None, cache_format: str | None = None
+) -> dict[str, Any]:
     """Everything that inspect knows, as plain values.
 
     scheme, cache_format: what capacity is computed for, whatever is stored; no format is the first of `PREFERRED_FORMATS` that fits.
+    num_gpus: of a group; None is `choose_num_gpus`.
     Raises ConfigError as `GlmConfig.from_checkpoint` and `check_tensors`, and for a format that this model cannot have.
     """
     config = GlmConfig.from_checkpoint(directory)
@@ -51,7 +63,7 @@ def describe_checkpoint(directory: Path, *, scheme: WeightScheme, num_gpus: int,
         },
         "tensors": _describe_tensors(directory, config) if has_weights(directory) else None,
         "cache_formats": [_describe_format(config, name, layout) for name, layout in cache_layouts(config)],
-        "capacity": _describe_capacity(config, scheme, num_gpus, cache_format),
+        "capacity": _describe_capacity(config, scheme, choose_num_gpus(config) if num_gpus is None else num_gpus, cache_format),
     }
 
 

@@ -24,7 +24,7 @@ def add_checkpoint_commands(commands: "Commands") -> None:
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.add_argument("--weights", choices=SCHEMES, default="fp8", help="weights that GPU capacity is computed for (default fp8)")
     inspect.add_argument("--cache-format", metavar="MLA+INDEX", help="cache of the same (default fp8_ds_mla+fp8 where it fits)")
-    inspect.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of a group (default 8)")
+    inspect.add_argument("--gpus", type=int, metavar="N", help="GPUs of a group (default 8, or as many as the model can be split over)")
     inspect.set_defaults(run=_inspect)
 
     make = commands.add_parser(
@@ -48,7 +48,7 @@ def add_checkpoint_commands(commands: "Commands") -> None:
 def _inspect(options: argparse.Namespace) -> int:
     from cluster.checkpoint_report import describe_checkpoint, render_report
 
-    if options.gpus < 1:
+    if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"is {options.gpus}; expected at least 1", path="--gpus")
     report = describe_checkpoint(
         options.checkpoint, scheme=WeightScheme(options.weights), num_gpus=options.gpus, cache_format=options.cache_format

@@ -84,12 +84,24 @@ def find_capacity(layout: CacheLayout, group: GpuGroup, weight_bytes: int, *, nu
     return Capacity(group=group, weight_bytes=weight_bytes, cache_bytes=cache_bytes, kv_tokens=kv_tokens)
 
 
+def choose_num_gpus(config: GlmConfig, most: int = 8) -> int:
+    """The largest power of two, at most `most`, that this model can be split over."""
+    num_gpus = 1
+    while 2 * num_gpus <= most and all(count % (2 * num_gpus) == 0 for _, count in _divided(config)):
+        num_gpus *= 2
+    return num_gpus
+
+
+def _divided(config: GlmConfig) -> tuple[tuple[str, int], ...]:
+    return ("attention heads", config.num_attention_heads), ("routed experts", config.n_routed_experts)
+
+
 def weight_bytes_per_gpu(config: GlmConfig, scheme: WeightScheme, split: Split, num_gpus: int, *, has_mtp: bool = True) -> int:
     """Bytes of weights on each GPU, as runtimes hold them; the vocabulary is spread over the group.
 
     Raises ValueError when heads or experts do not divide.
     """
-    for what, count in (("attention heads", config.num_attention_heads), ("routed experts", config.n_routed_experts)):
+    for what, count in _divided(config):
         if count % num_gpus:
             raise ValueError(f"{count} {what} cannot be split over {num_gpus} GPUs")
     mtp_prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)

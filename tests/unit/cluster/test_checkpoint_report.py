@@ -72,6 +72,10 @@ def test_gpus_that_do_not_divide_the_model(tmp_path: Path) -> None:
         describe_checkpoint(tmp_path, scheme=WeightScheme.FP8, num_gpus=3)
 
 
+def test_by_default_a_group_is_as_large_as_the_model_allows() -> None:
+    assert describe_checkpoint(TINY, scheme=WeightScheme.FP8)["capacity"]["num_gpus"] == 4
+
+
 def test_every_format_says_what_a_block_takes() -> None:
     for entry in describe_checkpoint(TINY, scheme=WeightScheme.BF16, num_gpus=1)["cache_formats"]:
         assert entry["block_bytes"] == 64 * entry["bytes_per_token"]
