@@ -74,7 +74,7 @@ class SourceSession:
         handoff = self.handoff_type(message, router, sink, self._timers, self._component_mask, now_s)
         effects: list[Effect] = []
         for older in [other for other in self._live.values() if other.transfer.request_id == transfer.request_id]:
-            self._pool.hold(older.sealed_full_blocks(self._pool), Holder(HolderKind.COMPUTE, transfer))
+            handoff.inherit(self._pool, older)
             effects += self._settle(older, older.end(self._pool, SourceEvent.SUPERSEDED, "superseded"))
         self._live[transfer] = handoff
         self._attempts.note(transfer, handoff.deadline_s)
@@ -88,7 +88,7 @@ class SourceSession:
         """The scheduler has taken the sequence out of its queue. The worker holds the blocks under Holder(COMPUTE, transfer)."""
         del now_s
         handoff = self._live.get(transfer)
-        return handoff.computing() if handoff is not None else []
+        return handoff.computing(self._pool) if handoff is not None else []
 
     def progress(self, transfer: TransferId, num_computed_tokens: int, queue_position: int) -> None:
         """What the next PROGRESS says."""

@@ -8,10 +8,10 @@ that a test can take the rule away and watch an invariant break.
 import logging
 from typing import NamedTuple
 
-from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import CACHE, BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.handoff import SOURCE_TRANSITIONS, Dropped, Effect, Send, SourceEvent, SourceState, advance, seal_record
-from kv_transfer.identity import BlockId, PeerId
+from kv_transfer.identity import BlockId, PeerId, count_tokens
 from kv_transfer.messages import (
     Complete,
     Failed,
@@ -57,6 +57,7 @@ class SourceHandoff:
         self.router = router
         self.sink = sink
         self.state = SourceState.QUEUED
+        self.num_tokens = count_tokens(message.tokens)
         self.need_from = message.need_from
         self.deadline_s = now_s + message.deadline_s
         self.num_computed_tokens = 0
@@ -80,10 +81,11 @@ class SourceHandoff:
 
     # -- what the worker does ------------------------------------------------------------------------------------------
 
-    def computing(self) -> list[Effect]:
-        """The sequence left the queue."""
+    def computing(self, pool: BlockPool) -> list[Effect]:
+        """The sequence left the queue; its worker has pinned the prefix that it found."""
         self._advance(SourceEvent.COMPUTE_STARTED)
         self.queue_position = 0
+        pool.release_all(self._sealed)
         return []
 
     def progress(self, num_computed_tokens: int, queue_position: int) -> None:
@@ -143,13 +145,18 @@ class SourceHandoff:
         """Whether every chunk and the record are in the sink's hands."""
         return self.state is SourceState.COMPLETE and len(self.taken) == len(self.chunks) and self.record_taken
 
-    def sealed_full_blocks(self, pool: BlockPool) -> list[BlockId]:
-        """Whole blocks under the sealed holder: what a later attempt may take over. A partial block gets no further token."""
-        full = []
-        for number, chunk in enumerate(self.chunks):
-            if number not in self.taken:
-                full += [block.block_id for block in chunk.blocks[: (chunk.end - chunk.start) // pool.block_size_tokens]]
-        return full
+    def inherit(self, pool: BlockPool, older: "SourceHandoff") -> None:
+        """Hold what an earlier attempt has sealed before it lets go, until the worker has pinned it (`computing`).
+
+        Only what this attempt's worker will find: indexed whole blocks before its last token. Any other would be held for nothing,
+        and could be the very block that is missing.
+        """
+        num_reusable = (self.num_tokens - 1) // pool.block_size_tokens
+        for chunk in older.chunks:
+            first = chunk.start // pool.block_size_tokens
+            for block in chunk.blocks[: max(num_reusable - first, 0)]:
+                if CACHE in pool.holders(block.block_id) and pool.generation(block.block_id) == block.generation:
+                    pool.hold([block.block_id], self._sealed)
 
     # -- how it ends ---------------------------------------------------------------------------------------------------
 

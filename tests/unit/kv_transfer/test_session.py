@@ -263,15 +263,34 @@ def test_a_larger_attempt_drains_the_older_on_both_sides_and_a_smaller_is_gone()
 
 
 def test_a_later_attempt_holds_what_is_sealed_before_the_earlier_lets_go() -> None:
-    pair = HandoffPair(num_source_blocks=5)
+    pair = HandoffPair(num_source_blocks=6)
     first = started(pair)
     pair.compute(first)
     sealed = pair.source_pool.held_by(Holder(HolderKind.SEALED, first))
     assert len(sealed) == 5
     pair.wire.clear()
     second = started(pair, attempt=2)
-    assert pair.source_pool.held_by(Holder(HolderKind.COMPUTE, second)) == sealed[:4]
-    assert pair.source_pool.num_available == 1, "the half block may not be added to and is given back"
+    inherited = Holder(HolderKind.SEALED, second)
+    assert pair.source_pool.held_by(inherited) == sealed[:4]
+    assert pair.source_pool.num_available == 2, "the half block may not be added to and is given back"
+    pair.launch(second)
+    assert pair.source_pool.held_by(inherited) == (), "its worker has pinned them now"
+    pair.compute(second)
+    pair.complete(pair.steps[0])
+    pair.settle()
+    assert second in pair.ready
+
+
+def test_a_later_attempt_holds_nothing_that_its_worker_could_not_use() -> None:
+    pair = HandoffPair(num_source_blocks=2)
+    first = started(pair, range(8))
+    pair.compute(first)
+    pair.wire.clear()
+    second = started(pair, range(8), attempt=2)
+    assert pair.source_pool.held_by(Holder(HolderKind.SEALED, second)) == (0,), "the last block must be computed again"
+    pair.compute(second)
+    pair.settle()
+    assert second in pair.ready
 
 
 def test_a_message_of_another_attempt_or_incarnation_changes_nothing() -> None:
