@@ -1,6 +1,6 @@
 """READs in flight: hands them to the transfer thread and measures them. Time is passed in.
 
-Knows: when a READ was posted and how many bytes it moves. Does not know what it is for (`kv_transfer.session`).
+Knows: when a READ was posted and how many bytes it moves. Does not know what it is for (`kv_transfer.sink_session`).
 """
 
 from dataclasses import dataclass

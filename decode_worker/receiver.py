@@ -1,7 +1,7 @@
 """The sink side of hand-offs: turns OPEN_SINK into sequences, carries out the session's effects, answers ASK.
 
 Knows: which request is refused or put off, and what each effect means for the engine. Does not know scheduling
-(`scheduler.py`) or the rules of a hand-off (`kv_transfer.session`).
+(`scheduler.py`) or the rules of a hand-off (`kv_transfer.sink_session`).
 """
 
 import logging
@@ -19,7 +19,7 @@ from kv_transfer.errors import InvalidRequest, TransferError
 from kv_transfer.handoff import DestroyAgent, Dropped, Effect, FillLocally, PostRead, Ready, RecordArrived, Send, SuspectPeer
 from kv_transfer.identity import PackedTokens, PeerId, SequenceId, TransferId, count_tokens, peer_id
 from kv_transfer.messages import Ask, Failed, FailureKind, HandoffRecord, Message, OpenSink
-from kv_transfer.session import SinkSession
+from kv_transfer.sink_session import SinkSession
 
 logger = logging.getLogger(__name__)
 

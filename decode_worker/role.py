@@ -26,7 +26,7 @@ from kv_transfer.link import Party
 from kv_transfer.messages import Ask, Message, OpenSink, PairHello, PairRefused, PairState, Stale, WorkerLoad, WorkerTable
 from kv_transfer.pairing import PairTerms
 from kv_transfer.quarantine import QuarantineWatch
-from kv_transfer.session import SinkSession
+from kv_transfer.sink_session import SinkSession
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
 from kv_transfer.transports.base import Transport
 

@@ -1,6 +1,7 @@
 """A worker's place in the control network: its server, its row in the directory, and one connection per peer.
 
-Knows: who is connected, what to do when a peer comes, goes or comes back. Does not know transfers (`session.py`). asyncio only.
+Knows: who is connected, what to do when a peer comes, goes or comes back. Does not know transfers (`source_session.py`,
+`sink_session.py`). asyncio only.
 """
 
 import asyncio

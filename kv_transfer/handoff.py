@@ -1,7 +1,7 @@
 """The life-cycles of a hand-off as tables, and the effects that the two ends ask their worker for.
 
 Knows: which state may follow which, and what can be asked of the shell around a session. Does not know when
-(`source_handoff.py`, `sink_handoff.py`), for how many transfers (`session.py`), or how anything is carried out.
+(`source_handoff.py`, `sink_handoff.py`), for how many transfers (`source_session.py`, `sink_session.py`), or how anything is carried out.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """One transfer as its sink sees it: what is announced, read, validated and committed. Without I/O and without a clock.
 
-Knows: PROTOCOL's rules for one sink rank. Does not know other transfers (`session.py`). A chunk has no state of its own: its
+Knows: PROTOCOL's rules for one sink rank. Does not know other transfers (`sink_session.py`). A chunk has no state of its own: its
 blocks have one, all the same (`handoff.BLOCK_TRANSITIONS`, kept by the pool). Methods that are one rule of the protocol are
 methods of their own, so that a test can take the rule away and watch an invariant break.
 """

@@ -1,6 +1,6 @@
 """One transfer as its source sees it: what is sealed, what is taken, and when to let go. Without I/O and without a clock.
 
-Knows: PROTOCOL's rules for one source rank. Does not know other transfers, or what became of those that ended (`session.py`).
+Knows: PROTOCOL's rules for one source rank. Does not know other transfers, or what became of those that ended (`source_session.py`).
 Every method returns the effects to carry out, in order. Methods that are one rule of the protocol are methods of their own, so
 that a test can take the rule away and watch an invariant break.
 """

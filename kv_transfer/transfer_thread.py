@@ -1,6 +1,6 @@
 """Runs a transport off the control loop: on one host a READ is a synchronous copy, and the loop must not wait for it.
 
-Knows: one thread, its commands and how results get back to the loop. Does not know what a READ is for (`session.py`).
+Knows: one thread, its commands and how results get back to the loop. Does not know what a READ is for (`sink_session.py`).
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from kv_transfer.identity import PeerId
 from kv_transfer.link import Party
 from kv_transfer.messages import Message, PairHello, PairRefused, PairState, StartSource, WorkerLoad, WorkerTable
 from kv_transfer.pairing import PairTerms
-from kv_transfer.session import SourceSession
+from kv_transfer.source_session import SourceSession
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
 from kv_transfer.transports.base import Transport
 from prefill_worker.config import PrefillConfig

@@ -1,7 +1,7 @@
 """The source side of hand-offs: turns START_SOURCE into sequences and the engine's chunks into SEAL, PROGRESS and COMPLETE.
 
 Knows: which request is refused and how the session's effects are carried out. Does not know scheduling (`scheduler.py`) or
-the rules of a hand-off (`kv_transfer.session`).
+the rules of a hand-off (`kv_transfer.source_session`).
 """
 
 import logging
@@ -15,7 +15,7 @@ from kv_transfer.handoff import RECORD_SCHEMA, Dropped, Effect, Send
 from kv_transfer.identity import PeerId, TransferId, count_tokens, peer_id
 from kv_transfer.layout import CacheLayout
 from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource, Taken
-from kv_transfer.session import SourceSession
+from kv_transfer.source_session import SourceSession
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import urgency
 from prefill_worker.sequences import PrefillSequence, PrefillSequences

@@ -38,7 +38,8 @@ from kv_transfer.identity import (
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import HandoffRecord, Message, OpenSink, PeerOffer, SamplingParameters, StartSource, WorkerAddress
 from kv_transfer.pool_memory import NUM_PROBE_BLOCKS, PoolMemory
-from kv_transfer.session import SinkSession, SourceSession
+from kv_transfer.sink_session import SinkSession
+from kv_transfer.source_session import SourceSession
 from kv_transfer.transports.loopback import CALM, FaultPlan, LoopbackFabric, LoopbackTransport
 
 BLOCK_SIZE = 4

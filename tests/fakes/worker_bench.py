@@ -41,7 +41,8 @@ from kv_transfer.messages import (
     WorkerAddress,
 )
 from kv_transfer.pairing import PairTerms
-from kv_transfer.session import SinkSession, SourceSession
+from kv_transfer.sink_session import SinkSession
+from kv_transfer.source_session import SourceSession
 from kv_transfer.transports.loopback import LoopbackFabric, LoopbackTransport
 from prefill_worker.config import PrefillConfig
 from prefill_worker.engine import PrefillEngine

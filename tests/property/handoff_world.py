@@ -39,10 +39,11 @@ from kv_transfer.messages import (
     Validate,
     WorkerAddress,
 )
-from kv_transfer.session import SinkSession, SourceSession
 from kv_transfer.sink_handoff import SinkChunk, SinkHandoff
+from kv_transfer.sink_session import SinkSession
 from kv_transfer.sink_space import SinkSpace
 from kv_transfer.source_handoff import SourceHandoff
+from kv_transfer.source_session import SourceSession
 from tests.property.explorer import DAMAGE, NORMAL, PATIENCE, Codec, Move, Shape, Violation
 
 LAYOUT = CacheLayout(1, (CacheComponent("latent", (0,), 64, "x"), CacheComponent("index", (0,), 64, "x")), "m", "t")

@@ -15,9 +15,10 @@ from kv_transfer.errors import TransferError
 from kv_transfer.handoff import BlockEvent, BlockState, Effect, SinkEvent
 from kv_transfer.identity import BlockId, Generation, PeerId, TransferId
 from kv_transfer.messages import Failed, Gone, OpenSink, Progress, Resend, Seal, Stale, Valid, Validate
-from kv_transfer.session import SinkSession, SourceSession
 from kv_transfer.sink_handoff import SinkChunk, SinkHandoff
+from kv_transfer.sink_session import SinkSession
 from kv_transfer.source_handoff import SourceHandoff
+from kv_transfer.source_session import SourceSession
 from tests.property.explorer import DAMAGE, NORMAL, PATIENCE, CanReach, Explorer, Result
 from tests.property.handoff_world import CODEC, Setting, World, moves, tidy
 

@@ -21,7 +21,8 @@ from kv_transfer.handoff import Effect, FillLocally, SinkState
 from kv_transfer.identity import PackedTokens, TransferId, count_tokens
 from kv_transfer.messages import Cancel
 from kv_transfer.pool_memory import PoolMemory
-from kv_transfer.session import SinkSession, SourceSession
+from kv_transfer.sink_session import SinkSession
+from kv_transfer.source_session import SourceSession
 from kv_transfer.transports.loopback import FaultPlan
 from tests.handoff_pair import BLOCK_SIZE, SALT, HandoffPair, block_bytes
 
