@@ -1,6 +1,7 @@
 """kill -9 of each process while it matters: streams pause and go on with the tokens of a calm run, and nobody keeps a block."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -103,6 +104,7 @@ def test_nothing_outlives_a_killed_supervisor(cluster: RunningCluster) -> None:
     running.process.wait()
     assert end_all(below, grace_s=15) == []
     assert running.status() == {"workers": []}, "a dead cluster is not found"
+    shutil.rmtree(running.temp_dir)
 
 
 @pytest.mark.slow
