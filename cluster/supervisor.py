@@ -193,7 +193,7 @@ class Supervisor:
         self._progress.text(
             f"\n  Status page and chat: {gateway.url}/\n"
             f"  curl {gateway.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"""    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Spell the word planet."}}]}}'\n\n"""
+            f"""    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Spell the word river."}}]}}'\n\n"""
             f"  Logs: {self._log_dir}   Workers: glm-cluster status   Ctrl-C finishes what runs and stops.\n"
         )
         return True

@@ -9,7 +9,7 @@ from tests.running_cluster import RunningCluster
 
 pytestmark = pytest.mark.cluster
 
-QUESTION = [{"role": "user", "content": "Spell the word planet."}]
+QUESTION = [{"role": "user", "content": "Spell the word river."}]
 
 
 @pytest.fixture
