@@ -72,6 +72,7 @@ def describe_worker(entry: WorkerEntry) -> dict[str, Any]:
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,
         "num_transfers": load.num_transfers,
+        "is_pool_audited": entry.is_pool_audited,
         "num_steps": load.num_steps,
         "bytes_read": load.bytes_read,
         "preemptions": load.preemptions,

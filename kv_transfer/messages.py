@@ -154,7 +154,11 @@ class PairState(_Part, frozen=True):
 
 
 class WorkerEntry(_Part, frozen=True):
-    """One row of the directory's worker table. cache_formats: (component, format) of each kind of cached state."""
+    """One row of the directory's worker table.
+
+    cache_formats: (component, format) of each kind of cached state. is_pool_audited: since the worker came to rest its pool has been
+    recounted block by block, and everything agreed.
+    """
 
     address: WorkerAddress
     role: Literal["prefill", "decode"]
@@ -165,6 +169,7 @@ class WorkerEntry(_Part, frozen=True):
     pairs: tuple[PairState, ...] = ()
     max_model_len_tokens: int = 0
     cache_formats: tuple[tuple[str, str], ...] = ()
+    is_pool_audited: bool = False
 
 
 class PeerOffer(_Part, frozen=True):

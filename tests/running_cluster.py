@@ -96,13 +96,14 @@ class RunningCluster:
         wait_until(all_serve, START_TIMEOUT_S, lambda: f"not serving: {self.status()}\n{self.log_tails()}")
 
     def wait_until_quiescent(self) -> None:
-        """Wait until no block is held and no transfer is known anywhere: every block is free, cached or quarantined."""
+        """Wait until no block is held and no transfer is known anywhere, and every pool's own audit says so too."""
 
         def is_quiescent() -> bool:
             workers = self.status()["workers"]
             return bool(workers) and all(
                 worker["blocks_held"] == 0
                 and worker["num_transfers"] == 0
+                and worker["is_pool_audited"]
                 and worker["blocks_free"] + worker["blocks_cached"] + worker["blocks_quarantined"] == worker["blocks_total"] > 0
                 for worker in workers
                 if worker["state"] == "serving"

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from glm_runtime.cache_layout import landed_formats
 from glm_runtime.engine.loaded_model import LoadedModel, load_model
 from glm_runtime.engine.loop import EngineLoop, EngineThread
+from glm_runtime.engine.rest_audit import RestAudit
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 from glm_runtime.engine.worker_role import Outside, WorkerRole
 from glm_runtime.runtime_config import RuntimeConfig
@@ -80,6 +81,7 @@ class WorkerShell:
         self._role: WorkerRole | None = None
         self._table: WorkerTable | None = None
         self._drain_until_s: float | None = None
+        self._rest_audit: RestAudit | None = None
 
     # -- from other threads --------------------------------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class WorkerShell:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._role = self._make_role(self._model, self, self.me)
+                self._rest_audit = RestAudit(self._model.pool)
                 self._engine_loop = EngineLoop(self._role, thread)
                 self._set_state(WorkerState.WARM)
                 engine = tasks.create_task(self._engine_loop.run())
@@ -186,6 +189,7 @@ class WorkerShell:
 
     async def _tick_forever(self) -> None:
         assert self._role is not None
+        assert self._rest_audit is not None
         while True:
             await asyncio.sleep(self._timing.tick_interval_s)
             now_s = time.monotonic()
@@ -193,6 +197,7 @@ class WorkerShell:
             if step_age_s > self._timing.step_timeout_s:
                 raise EngineFault(f"a step has been running for {step_age_s:.0f} s: the engine hangs and the worker must be replaced")
             self._role.tick(now_s)
+            self._rest_audit.look(self._role.num_live, now_s)
             self._watch_drain(now_s)
 
     # -- draining ------------------------------------------------------------------------------------------------------
@@ -320,4 +325,5 @@ class WorkerShell:
             pairs=role.pair_states() if role is not None else (),
             max_model_len_tokens=model.request_limits.max_sequence_tokens if model is not None else 0,
             cache_formats=landed_formats(model.layout) if model is not None else (),
+            is_pool_audited=self._rest_audit is not None and self._rest_audit.is_audited,
         )
