@@ -1,0 +1,62 @@
+"""Typed calls into the compiled kernels. One table of signatures; pointers are `Tensor.data_ptr()`.
+
+A call releases the interpreter's lock and runs on torch's own OpenMP threads (one copy of libgomp serves both), as many as
+`torch.get_num_threads()` says. Nothing is checked here: shapes, dtypes and contiguity are the ops' business.
+"""
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch  # noqa: F401  its libgomp must be in the process before ours is looked up
+
+from glm_runtime.native.build import BuildFailed, build_library
+from kv_transfer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+KernelsChoice = Literal["auto", "native", "torch"]
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+SIGNATURES: dict[str, tuple[type, ...]] = {}
+"""Name of each exported function -> its arguments. All return nothing."""
+
+
+class NativeLibrary:
+    """The loaded kernels: one attribute per entry of `SIGNATURES`."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        supported = self._library.glm_supported
+        supported.argtypes, supported.restype = (), ctypes.c_int
+        self.is_supported = bool(supported())
+        for name, arguments in SIGNATURES.items() if self.is_supported else ():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name, function)
+
+
+@cache
+def library() -> NativeLibrary:
+    """The kernels of this process, built and loaded at the first call. Raises BuildFailed."""
+    loaded = NativeLibrary(build_library())
+    if not loaded.is_supported:
+        raise BuildFailed("the compiled kernels need AVX-512 (F, BW, DQ, VL, BF16), which this processor has not")
+    return loaded
+
+
+def choose_kernels(choice: KernelsChoice) -> bool:
+    """Whether the compiled kernels serve here. Logs a fallback. Raises ConfigError when "native" is asked for and cannot be had."""
+    if choice == "torch":
+        return False
+    try:
+        library()
+    except BuildFailed as error:
+        if choice == "native":
+            raise ConfigError(f"is 'native', but {error}", path="runtime.kernels") from error
+        logger.warning("compiled kernels unavailable, torch serves more slowly reason=%s", error)
+        return False
+    return True
