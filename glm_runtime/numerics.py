@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.linear import Gemm, check_items_independent, choose_gemm
+from glm_runtime.ops.impl import Impl
 
 NumericsMode = Literal["deterministic", "fast"]
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -22,13 +23,14 @@ _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class Numerics:
     """dtype: of weights and activations; scores, softmax, norms and router are fp32 always.
 
-    scratch_bytes: what one kernel may use for gathered rows. More is slower: beyond the caches each new page costs more than the
-    arithmetic.
+    impl: of the ops; "native" where the compiled kernels serve. scratch_bytes: what one kernel may use for gathered rows. More is
+    slower: beyond the caches each new page costs more than the arithmetic.
     """
 
     mode: NumericsMode
     dtype: torch.dtype
     gemm: Gemm
+    impl: Impl = "cpu"
     scratch_bytes: int = 2 << 20
 
     @property
@@ -41,17 +43,17 @@ def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
     return torch.float32 if mode == "deterministic" else _TORCH_DTYPES[config.dtype]
 
 
-def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]]) -> Numerics:
+def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]], impl: Impl = "cpu") -> Numerics:
     """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning.
 
     Raises ConfigError when this machine's BLAS cannot be made deterministic (`choose_gemm`, `check_items_independent`).
     """
     if mode == "fast":
-        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=Gemm())
+        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=Gemm(), impl=impl)
     heads, topk = config.num_attention_heads, config.index_topk
     check_items_independent(heads, config.latent_dim, topk)
     check_items_independent(heads, topk, config.kv_lora_rank)
-    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=choose_gemm(gemm_shapes))
+    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=choose_gemm(gemm_shapes), impl=impl)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenize
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.model import GlmModel, build_model
+from glm_runtime.native.library import choose_kernels
 from glm_runtime.numerics import make_numerics, weight_dtype
+from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.runtime_config import RuntimeConfig
@@ -57,7 +59,9 @@ class GlmRuntime:
         if runtime_config.num_threads is not None:
             torch.set_num_threads(runtime_config.num_threads)
         weights = load_weights(directory, config, weight_dtype(runtime_config.numerics, config), on_progress)
-        numerics = make_numerics(runtime_config.numerics, config, gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)})
+        impl: Impl = "native" if choose_kernels(runtime_config.kernels) else "cpu"
+        shapes = gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)}
+        numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
         model = build_model(config, weights, numerics, runtime_config.max_model_len_tokens or config.max_position_embeddings)
         logger.info(
             "cache formats chosen requested=%s backend=%s device=%s cache_format=%s index_format=%s index_scale=%s bytes_per_token=%g",
@@ -65,8 +69,8 @@ class GlmRuntime:
             layout.bytes_per_token,
         )  # fmt: skip
         logger.info(
-            "model loaded checkpoint=%s weights_version=%s numerics=%s row_tile=%d threads=%d block_bytes=%d",
-            directory, version, numerics.mode, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
+            "model loaded checkpoint=%s weights_version=%s numerics=%s kernels=%s row_tile=%d threads=%d block_bytes=%d",
+            directory, version, numerics.mode, numerics.impl, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
         )  # fmt: skip
         return cls(runtime_config=runtime_config, config=config, formats=formats, layout=layout, weights_version=version, model=model)
 
@@ -106,3 +110,5 @@ def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layou
             raise ConfigError(f"is {value}; expected at least 1", path=f"runtime.{name}")
     if runtime_config.numerics not in ("deterministic", "fast"):
         raise ConfigError(f"is {runtime_config.numerics!r}; expected 'deterministic' or 'fast'", path="runtime.numerics")
+    if runtime_config.kernels not in ("auto", "native", "torch"):
+        raise ConfigError(f"is {runtime_config.kernels!r}; expected 'auto', 'native' or 'torch'", path="runtime.kernels")

@@ -9,6 +9,7 @@ IndexFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "mxfp4"]
 IndexScaleChoice = Literal["auto", "none", "fp32", "ue8m0"]
 BackendChoice = Literal["auto", "native", "flashmla_sparse", "flashinfer_mla_sparse"]
 NumericsChoice = Literal["deterministic", "fast"]
+KernelsChoice = Literal["auto", "native", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,7 @@ class RuntimeConfig:
     "fp8" become what the backend reads on this device. index_format: of the index keys; "auto" follows the MLA cache. index_scale:
     bytes of an index key's scale; "auto" follows format and device. `cache_format.py` has the table of all four.
     numerics: "deterministic" makes a row's bits depend on its own sequence only; "fast" computes in the checkpoint's dtype.
+    kernels: "auto" compiles the CPU kernels where a compiler and AVX-512 are there and else serves with torch; "native" insists.
     num_threads: None keeps torch's choice. cache_bytes: the pool; it is rounded down to whole blocks. max_step_tokens: most rows one
     step may have. max_model_len_tokens: longest sequence; None takes the model's max_position_embeddings.
     """
@@ -29,6 +31,7 @@ class RuntimeConfig:
     index_format: IndexFormatChoice = "auto"
     index_scale: IndexScaleChoice = "auto"
     numerics: NumericsChoice = "deterministic"
+    kernels: KernelsChoice = "auto"
     num_threads: int | None = None
     cache_bytes: int = 512 << 20
     max_step_tokens: int = 2048

@@ -8,16 +8,14 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import torch  # noqa: F401  its libgomp must be in the process before ours is looked up
 
 from glm_runtime.native.build import BuildFailed, build_library
+from glm_runtime.runtime_config import KernelsChoice
 from kv_transfer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-KernelsChoice = Literal["auto", "native", "torch"]
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: chosen once, by device. `impl` arguments exist for tests."""
+"""Which implementation of an op runs. The model names the one that was chosen at load (`Numerics.impl`); tests name all of them."""
 
 from typing import Literal
 
@@ -6,7 +6,8 @@ from torch import Tensor
 
 from glm_runtime.paged_cache import CacheRegion
 
-Impl = Literal["reference", "cpu"]
+Impl = Literal["reference", "cpu", "native"]
+"""cpu: whole-tensor torch operations. native: the compiled kernels of `glm_runtime/native`."""
 
 
 def choose_impl(impl: Impl | None, tensor: Tensor) -> Impl:
