@@ -1,6 +1,7 @@
 """Every message between processes, as msgspec structs, versioned.
 
-Knows: the fields, their types and how a message becomes bytes. Does not know who may send what when (`handoff.py`), or how
+Knows: the fields, their types and how a message becomes bytes; what they say of a request is in `request_values.py`, and is imported
+from here. Does not know who may send what when (`handoff.py`), or how
 frames travel (`wire.py`). All are idempotent; a message about an unknown transfer is answered `Gone`.
 
 Adding a field with a default at the end is a minor change; anything else raises `layout.PROTOCOL_MAJOR`.
@@ -14,6 +15,12 @@ import msgspec
 from kv_transfer.errors import ProtocolMismatch
 from kv_transfer.identity import BlockId, Generation, Incarnation, PackedTokens, TransferId, WorkerId
 from kv_transfer.layout import CacheLayout
+from kv_transfer.request_values import FinishReason as FinishReason
+from kv_transfer.request_values import HandoffRecord as HandoffRecord
+from kv_transfer.request_values import LogprobsMode as LogprobsMode
+from kv_transfer.request_values import SamplingParameters as SamplingParameters
+from kv_transfer.request_values import TokenDelta as TokenDelta
+from kv_transfer.request_values import TokenLogprobs as TokenLogprobs
 
 
 @unique
@@ -50,14 +57,6 @@ class FailureKind(Enum):
     FATAL = "fatal"
 
 
-@unique
-class FinishReason(Enum):
-    """Why a request has no further token."""
-
-    STOP = "stop"
-    LENGTH = "length"
-
-
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, omit_defaults=False):
     """Base of all messages: a tagged, immutable msgpack array."""
 
@@ -69,47 +68,12 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
-class SamplingParameters(_Part, frozen=True):
-    """How tokens are drawn. Noise is keyed by (seed, token index), so any attempt draws the same.
-
-    temperature: 0 is greedy. top_p in (0, 1]. top_k: 0 is off. seed: the router mints one when the client gave none.
-    max_tokens: all output tokens of the request, whatever the attempt. stop_token_ids end the output with STOP and are
-    emitted as the last token; they already include the model's own end tokens unless the client asked to ignore those.
-    """
-
-    max_tokens: int
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-
-
 class SealedBlock(_Part, frozen=True):
     """A block as it was sealed: where the bytes are and which use of the block they belong to."""
 
     block_id: BlockId
     generation: Generation
     rank: int = 0
-
-
-class HandoffRecord(_Part, frozen=True):
-    """What decode needs beside the blocks, one entry for choice 0 now; schema-versioned, covered by `digest`.
-
-    token: the sample at `first_index`, drawn once by prefill. hidden_state: raw bytes of h_P when the layout has MTP components.
-    num_cached_tokens: prompt tokens that prefill took from its prefix cache. digest: `handoff.digest_record` over the rest.
-    """
-
-    schema: int
-    first_index: int
-    token: int
-    finish: FinishReason | None
-    seed: int
-    num_cached_tokens: int
-    hidden_state: bytes | None = None
-    num_mtp_tokens: int = 0
-    choice: int = 0
-    digest: bytes = b""
 
 
 class WorkerAddress(_Part, frozen=True):
@@ -380,17 +344,6 @@ class Failed(_Message, frozen=True):
     kind: FailureKind
     code: str
     message: str
-
-
-class TokenDelta(_Part, frozen=True):
-    """Tokens of one request from `first_index` on; `finish` says that the last of them ends the output."""
-
-    transfer: TransferId
-    first_index: int
-    tokens: tuple[int, ...]
-    finish: FinishReason | None = None
-    num_cached_tokens: int = 0
-    choice: int = 0
 
 
 class Tokens(_Message, frozen=True):

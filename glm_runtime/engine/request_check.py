@@ -1,8 +1,8 @@
 """Whether a request can be computed here at all. A worker checks what the router sends: a bad token id would stop its engine."""
 
-import math
 from dataclasses import dataclass
 
+from glm_runtime.sampling.parameters import check_sampling
 from kv_transfer.errors import InvalidRequest, PromptTooLong
 from kv_transfer.identity import TOKEN_BYTES, PackedTokens, unpack_tokens
 from kv_transfer.messages import SamplingParameters
@@ -46,13 +46,4 @@ def check_request(
             f"prompt has {num_prompt_tokens} tokens and asks for {sampling.max_tokens} more; a sequence may have "
             f"{limits.max_sequence_tokens} here. Shorten the prompt or lower max_tokens."
         )
-    _check_sampling(sampling)
-
-
-def _check_sampling(sampling: SamplingParameters) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(f"temperature is {sampling.temperature}; it must be 0 or more", param="temperature")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest(f"top_p is {sampling.top_p}; it must be above 0 and at most 1", param="top_p")
-    if sampling.top_k < 0:
-        raise InvalidRequest(f"top_k is {sampling.top_k}; it must be 0 (off) or more", param="top_k")
+    check_sampling(sampling, limits.vocab_size)

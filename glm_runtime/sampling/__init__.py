@@ -1,1 +1,1 @@
-"""From logits to tokens: noise keyed by (seed, token index), and the sampler."""
+"""From logits to tokens: parameters, histories, processors, filters, noise keyed by (seed, token index), and the sampler."""

@@ -1,69 +1,117 @@
-"""Draws one token per row. A row's token depends on its logits, its parameters, its seed and its token index; on nothing else.
+"""Draws one token per row. A row's token depends on its logits and its `SampleRow`; on nothing else, and not on the other rows.
 
-Order: temperature, top-k, top-p, then Gumbel-max over what is left: argmax(logit / temperature - log(-log(u))). That is an exact
-draw from the softmax, and needs one number per candidate, which is why it can be keyed and replayed.
+Order: grammar mask, allowed tokens, logit bias, min_tokens, penalties, bad words (`processors.py`); greedy rows then take the largest.
+The others: temperature, min_p, top_k, top_p (`filters.py`), then Gumbel-max over what is left: argmax(score - log(-log(u))). That is an
+exact draw from the softmax, and needs one number per candidate, which is why it can be keyed by (seed, token index) and replayed.
+
+So verification needs no sampler of its own: the row after each draft draws what it would have drawn without speculation, and the
+draft is right when it is that token.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from glm_runtime.sampling.filters import candidates
+from glm_runtime.sampling.logprobs import token_logprobs
 from glm_runtime.sampling.noise import noise_words
-from kv_transfer.messages import SamplingParameters
+from glm_runtime.sampling.parameters import has_processors, is_greedy
+from glm_runtime.sampling.processors import NEVER, process
+from glm_runtime.sampling.rows import Sample, SampleRow
+from kv_transfer.request_values import LogprobsMode, SamplingParameters
 
-GREEDY_BELOW_TEMPERATURE = 1e-5
 _ROWS_AT_ONCE = 16
 """Bounds the fp64 copies of a large vocabulary; throughput does not depend on it."""
 
+NOISE_SPAN = 26.1
+"""Largest minus smallest noise: u lies in [2^-33, 1 - 2^-33], so -log(-log(u)) lies in [-3.14, 22.88]. A token so far below the best
+never wins, and gets no noise."""
+
+Scores = NDArray[np.float64]
+
 
 def sample(logits: Tensor, parameters: Sequence[SamplingParameters], token_indices: Sequence[int]) -> list[int]:
-    """One token id per row of logits [M, V] fp32; greedy ties go to the smallest id.
+    """`sample_rows` for rows without histories, masks and drafts: one token id per row."""
+    rows = [SampleRow(parameters=given, token_index=index) for given, index in zip(parameters, token_indices, strict=True)]
+    return [drawn.token for drawn in sample_rows(logits, rows)]
 
-    token_indices: which output token of its request each row draws.
+
+def sample_rows(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+    """One sample per row of logits [M, V] fp32; greedy ties go to the smallest id. Pure: no row is changed.
+
+    Logits must be finite. Rows of one request after its drafts are rows like any other.
     """
     tokens: list[int] = logits.argmax(-1).tolist()
-    drawn = [row for row, given in enumerate(parameters) if given.temperature >= GREEDY_BELOW_TEMPERATURE]
-    for first in range(0, len(drawn), _ROWS_AT_ONCE):
-        rows = drawn[first : first + _ROWS_AT_ONCE]
-        chosen = _draw(logits[rows], [parameters[row] for row in rows], [token_indices[row] for row in rows])
-        for row, token in zip(rows, chosen, strict=True):
-            tokens[row] = token
-    return tokens
+    samples = [Sample(token) for token in tokens]
+    others = [index for index, row in enumerate(rows) if not _is_plain(row)]
+    for first in range(0, len(others), _ROWS_AT_ONCE):
+        part = others[first : first + _ROWS_AT_ONCE]
+        given = [rows[index] for index in part]
+        raw = logits[part].cpu().numpy().astype(np.float64)
+        scores = process(raw, given) if any(map(_is_processed, given)) else raw
+        for index, row, row_raw, row_scores in zip(part, given, raw, scores, strict=True):
+            samples[index] = _draw(row, row_raw, row_scores)
+    return samples
 
 
-def _draw(logits: Tensor, parameters: Sequence[SamplingParameters], token_indices: Sequence[int]) -> list[int]:
-    temperatures = torch.tensor([given.temperature for given in parameters], dtype=torch.float64)
-    scaled = logits.double() / temperatures[:, None]
-    rows, ids = keep_candidates(scaled, parameters).nonzero(as_tuple=True)
-    lanes = rows.numpy()
-    seeds = np.array([given.seed & (2**64 - 1) for given in parameters], dtype=np.uint64)[lanes]
-    indices = np.array(token_indices, dtype=np.uint64)[lanes]
-    words = noise_words(seeds, indices, ids.numpy().astype(np.uint64)).astype(np.int64)
-    uniform = (torch.from_numpy(words).double() + 0.5) * 2.0**-32
-    noisy = torch.full_like(scaled, float("-inf"))
-    noisy[rows, ids] = scaled[rows, ids] - torch.log(-torch.log(uniform))
-    chosen: list[int] = noisy.argmax(-1).tolist()
-    return chosen
+def target_scores(logits: Tensor, rows: Sequence[SampleRow]) -> Scores:
+    """What `sample_rows` draws from, as scores [M, V] fp64: softmax over a row gives its distribution; -inf is what it cannot draw.
 
-
-def keep_candidates(scaled: Tensor, parameters: Sequence[SamplingParameters]) -> Tensor:
-    """Which tokens survive top-k, then top-p: [M, V] bool from logits over temperature [M, V] fp64.
-
-    top-k keeps the k largest, ties to the smaller id. top-p keeps the shortest prefix of the rest, by falling probability, whose
-    mass reaches top_p; the most probable token always stays.
+    A greedy row has 0 at its token and -inf elsewhere. For verification that needs probabilities; drawing from it does not.
     """
-    vocabulary = scaled.shape[1]
-    if all(given.top_k <= 0 and given.top_p >= 1.0 for given in parameters):
-        return torch.ones_like(scaled, dtype=torch.bool)
-    ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
-    limits = torch.tensor([given.top_k if given.top_k > 0 else vocabulary for given in parameters])
-    masses = torch.tensor([given.top_p for given in parameters], dtype=torch.float64)
-    is_kept = torch.arange(vocabulary) < limits[:, None]
-    weights = torch.exp(ranked - ranked[:, :1]).masked_fill_(~is_kept, 0.0)
-    # The running sum's last entry is the total: a row's sum is then formed in the same order whatever the batch.
-    running = weights.cumsum(-1)
-    is_kept &= (running - weights < masses[:, None] * running[:, -1:]) | (masses >= 1.0)[:, None]
-    is_kept[:, 0] = True
-    return torch.zeros_like(is_kept).scatter_(1, order, is_kept)
+    scores = process(logits.cpu().numpy().astype(np.float64), rows)
+    for row, row_scores in zip(rows, scores, strict=True):
+        if is_greedy(row.parameters):
+            token = row_scores.argmax()
+            row_scores[:] = NEVER
+            row_scores[token] = 0.0
+        else:
+            row_scores[:] = _filtered(row.parameters, row_scores)
+    return scores
+
+
+def _is_processed(row: SampleRow) -> bool:
+    return row.mask is not None or has_processors(row.parameters, row.token_index)
+
+
+def _is_plain(row: SampleRow) -> bool:
+    """Whether the largest logit is all there is to say."""
+    return is_greedy(row.parameters) and row.parameters.logprobs < 0 and not _is_processed(row)
+
+
+def _draw(row: SampleRow, raw: Scores, scores: Scores) -> Sample:
+    given = row.parameters
+    token = int(scores.argmax()) if is_greedy(given) else _draw_noisy(given, row.token_index, scores)
+    if given.logprobs < 0:
+        return Sample(token)
+    told = raw
+    if given.logprobs_mode is LogprobsMode.PROCESSED:
+        told = scores if is_greedy(given) else _filtered(given, scores)
+    return Sample(token, token_logprobs(told, token, given.logprobs))
+
+
+def _candidates(given: SamplingParameters, scaled: Scores) -> NDArray[np.int64]:
+    return candidates(scaled, top_k=given.top_k, top_p=given.top_p, min_p=given.min_p)
+
+
+def _draw_noisy(given: SamplingParameters, token_index: int, scores: Scores) -> int:
+    scaled = scores / given.temperature
+    if given.top_k > 0 or given.top_p < 1.0 or given.min_p > 0.0:
+        ids = _candidates(given, scaled)
+    else:
+        ids = np.flatnonzero(scaled >= scaled.max() - NOISE_SPAN)
+    lanes = len(ids)
+    seeds = np.full(lanes, given.seed & (2**64 - 1), dtype=np.uint64)
+    words = noise_words(seeds, np.full(lanes, token_index, dtype=np.uint64), ids.astype(np.uint64))
+    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
+    return int(ids[(scaled[ids] - np.log(-np.log(uniform))).argmax()])
+
+
+def _filtered(given: SamplingParameters, scores: Scores) -> Scores:
+    scaled = scores / given.temperature
+    ids = _candidates(given, scaled)
+    filtered = np.full_like(scaled, NEVER)
+    filtered[ids] = scaled[ids]
+    return filtered

@@ -2,10 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from glm_runtime.sampling.sampler import keep_candidates, sample
+from glm_runtime.sampling.filters import candidates
+from glm_runtime.sampling.sampler import sample
 from kv_transfer.messages import SamplingParameters
 
 
@@ -13,9 +15,8 @@ def asking(seed: int = 1, **options: float) -> SamplingParameters:
     return SamplingParameters(max_tokens=10, seed=seed, **options)
 
 
-def kept(logits: list[float], **options: float) -> list[int]:
-    mask = keep_candidates(torch.tensor([logits], dtype=torch.float64), [asking(**options)])
-    return mask[0].nonzero().flatten().tolist()
+def kept(logits: list[float], *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+    return candidates(np.array(logits), top_k=top_k, top_p=top_p, min_p=min_p).tolist()
 
 
 def test_greedy_takes_the_largest_and_the_smallest_id_of_equals() -> None:

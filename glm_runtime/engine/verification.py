@@ -1,0 +1,22 @@
+"""Which drafts hold. Pure.
+
+Every row draws its token as it would without drafts: from the target's logits after all processing, with noise keyed by (seed, token
+index). A draft holds iff it is the token that was drawn at its place, so the output does not depend on what was guessed, or whether
+anything was.
+"""
+
+from collections.abc import Sequence
+
+from glm_runtime.sampling.rows import Sample
+
+
+def standing_samples(drawn: Sequence[Sample], drafts: Sequence[int]) -> tuple[Sample, ...]:
+    """The samples that stand: up to and with the first whose token its draft did not foretell, or the one after the last draft.
+
+    drawn: one more than drafts; drawn[i] is what drafts[i] guessed.
+    """
+    assert len(drawn) == len(drafts) + 1, f"{len(drafts)} drafts are verified by {len(drawn)} rows"
+    for index, (sample, draft) in enumerate(zip(drawn, drafts, strict=False)):
+        if sample.token != draft:
+            return tuple(drawn[: index + 1])
+    return tuple(drawn)

@@ -1,0 +1,43 @@
+"""Which tokens a row may draw: min_p, then top_k, then top_p, each on what the one before it left.
+
+Knows: one row of scores at a time, fp64. Does not know noise. Sums are formed in an order that depends on the row alone.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+Scores = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+
+def candidates(scores: Scores, *, top_k: int, top_p: float, min_p: float) -> Ids:
+    """Ids that may be drawn, ascending, from logits over temperature [V]; -inf never is. The most probable token always stays.
+
+    min_p keeps p >= min_p x the largest p. top_k keeps the k largest, ties to the smaller id. top_p keeps the shortest prefix of the
+    rest, by falling probability (ties: smaller id first), whose mass reaches top_p.
+    """
+    best = scores.max()
+    floor = best + math.log(min_p) if min_p > 0.0 else -np.inf
+    if 0 < top_k < len(scores):
+        floor = max(floor, np.partition(scores, -top_k)[-top_k])
+    ids = np.flatnonzero(scores >= floor) if floor > -np.inf else np.flatnonzero(scores > -np.inf)
+    if 0 < top_k < len(ids):
+        ids = np.sort(ids[np.argsort(-scores[ids], kind="stable")[:top_k]])
+    if top_p < 1.0:
+        ids = _shortest_prefix(ids, scores[ids], best, top_p)
+    return ids
+
+
+def _shortest_prefix(ids: Ids, scores: Scores, best: float, top_p: float) -> Ids:
+    weights = np.exp(scores - best)
+    total = np.add.reduce(weights)
+    # Tokens below this have together less than half of what is cut: the prefix ends before the first of them.
+    is_near = weights >= 0.5 * (1.0 - top_p) * total / len(ids)
+    near, near_weights = ids[is_near], weights[is_near]
+    order = np.argsort(-scores[is_near], kind="stable")
+    ranked = near_weights[order]
+    is_kept = np.cumsum(ranked) - ranked < top_p * total
+    is_kept[0] = True
+    return np.sort(near[order[is_kept]])

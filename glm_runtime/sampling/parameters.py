@@ -1,0 +1,70 @@
+"""What sampling parameters ask for, and which values they may have.
+
+Knows: ranges, and which work each parameter makes. Does not know logits. The values themselves travel as
+`kv_transfer.request_values.SamplingParameters`.
+"""
+
+import math
+
+from kv_transfer.errors import InvalidRequest
+from kv_transfer.request_values import SamplingParameters
+
+GREEDY_BELOW_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20
+"""Most alternatives per token, OpenAI's limit."""
+
+
+def is_greedy(given: SamplingParameters) -> bool:
+    """Whether the most probable token is taken."""
+    return given.temperature < GREEDY_BELOW_TEMPERATURE
+
+
+def has_penalties(given: SamplingParameters) -> bool:
+    """Whether a token's logit depends on how often it has come."""
+    return given.repetition_penalty != 1.0 or given.frequency_penalty != 0.0 or given.presence_penalty != 0.0
+
+
+def reads_history(given: SamplingParameters) -> bool:
+    """Whether a row needs a `TokenHistory`."""
+    return has_penalties(given) or bool(given.bad_words)
+
+
+def has_processors(given: SamplingParameters, token_index: int) -> bool:
+    """Whether anything changes this row's logits before the temperature does."""
+    return bool(reads_history(given) or given.logit_bias or given.allowed_token_ids) or bans_end(given, token_index)
+
+
+def bans_end(given: SamplingParameters, token_index: int) -> bool:
+    """Whether output token `token_index` may not be one that ends the output."""
+    return token_index < given.min_tokens and bool(given.stop_token_ids)
+
+
+def check_sampling(given: SamplingParameters, vocab_size: int) -> None:
+    """Raise InvalidRequest that names the parameter for a value out of its range."""
+    for name, is_right, rule in (
+        ("temperature", math.isfinite(given.temperature) and given.temperature >= 0, "0 or more"),
+        ("top_p", 0 < given.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", given.top_k >= 0, "0 (off) or more"),
+        ("min_p", 0 <= given.min_p <= 1, "between 0 and 1"),
+        ("min_tokens", 0 <= given.min_tokens <= given.max_tokens, f"between 0 and max_tokens, which is {given.max_tokens}"),
+        ("repetition_penalty", math.isfinite(given.repetition_penalty) and given.repetition_penalty > 0, "above 0"),
+        ("frequency_penalty", math.isfinite(given.frequency_penalty), "finite"),
+        ("presence_penalty", math.isfinite(given.presence_penalty), "finite"),
+        ("logprobs", -1 <= given.logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+        ("prompt_logprobs", -1 <= given.prompt_logprobs <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    ):
+        if not is_right:
+            raise InvalidRequest(f"{name} is {getattr(given, name)}; it must be {rule}", param=name)
+    if not all(math.isfinite(value) for _, value in given.logit_bias):
+        raise InvalidRequest("a value of logit_bias is not finite", param="logit_bias")
+    if not all(given.bad_words):
+        raise InvalidRequest("a bad word has no tokens", param="bad_words")
+    for name, ids in (
+        ("logit_bias", [token for token, _ in given.logit_bias]),
+        ("allowed_token_ids", given.allowed_token_ids),
+        ("bad_words", [token for word in given.bad_words for token in word]),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequest(f"{name} has token ids from {min(ids)} to {max(ids)}; this model's are 0 to {vocab_size - 1}", param=name)
+    if len({token for token, _ in given.logit_bias}) != len(given.logit_bias):
+        raise InvalidRequest("logit_bias names a token twice", param="logit_bias")
