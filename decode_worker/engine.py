@@ -150,7 +150,7 @@ class DecodeEngine:
         if sequence.phase is Phase.FILLING:
             self._receiver.filled(sequence, now_s)
         index = sequence.next_index
-        token = result.samples[piece.sequence_id]
+        (token,) = result.samples[piece.sequence_id]
         sequence.append(token)
         self._outbox.add(sequence, index, (token,))
         if sequence.finish is not None:

@@ -29,7 +29,10 @@ from glm_runtime.weights import AttentionWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """One layer's attention. `indexer` is None where the layer shares the list of its group's leader."""
+    """One layer's attention. `indexer` is None where the layer shares the list of its group's leader.
+
+    mla_component, index_component: which components of the cache hold the layer's keys.
+    """
 
     config: GlmConfig
     layer: int
@@ -37,6 +40,8 @@ class Attention:
     weights: AttentionWeights
     indexer: Indexer | None
     numerics: Numerics
+    mla_component: str = MLA_KV
+    index_component: str = INDEX_K
 
     def __post_init__(self) -> None:
         assert (self.indexer is not None) == (self.layer == self.group.leader), "only a group's first layer owns an indexer"
@@ -52,21 +57,21 @@ class Attention:
     ) -> tuple[Tensor, Selection]:
         """Store this step's keys, then attend to the cache as stored.
 
-        hidden: [T, hidden], normalised. rope: cos and sin at the rows' positions. selection: the group's, None for its leader.
+        hidden: [T, hidden], normalised. rope: cos and sin at the rows' positions. selection: the group's; None lets its leader choose.
         forced_lists: [T, K] tokens to attend to instead of the indexer's choice; -1 in a row's first column leaves that row alone.
         Returns [T, hidden] and the group's selection.
         """
         gemm, (cos, sin) = self.numerics.gemm, rope
-        mla = cache.region(MLA_KV, self.layer)
+        mla = cache.region(self.mla_component, self.layer)
         projected = gemm.linear(hidden, self.weights.projections)  # [T, Q + C + R]
         norms = LatentNorms(self.weights.q_norm, self.weights.kv_norm, self.config.rms_norm_eps)
         query_latent = fused_norm_rope(projected, norms, cos, sin, batch.slots, mla)  # [T, Q]
-        if self.indexer is not None:
+        if selection is None:
+            assert self.indexer is not None, "the leader of a group runs before its followers"
             lists = self._choose(self.indexer, hidden, query_latent, rope, batch, cache)
             if forced_lists is not None:
                 lists = torch.where(forced_lists[:, :1] >= 0, forced_lists, lists)
             selection = make_selection(lists, batch, mla)
-        assert selection is not None, "the leader of a group runs before its followers"
 
         heads = gemm.linear(query_latent, self.weights.q_b).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
         nope, rotary = heads.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
@@ -77,7 +82,7 @@ class Attention:
     def _choose(
         self, indexer: Indexer, hidden: Tensor, query_latent: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, cache: PagedCache
     ) -> Tensor:
-        region = cache.region(INDEX_K, self.layer)
+        region = cache.region(self.index_component, self.layer)
         raw_keys, head_weights = indexer.project(hidden)
         indexer.store_keys(raw_keys, *rope, batch, region)
         return indexer.select(indexer.queries(query_latent, *rope), head_weights, batch, region)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from glm_runtime.attention import Attention
+from glm_runtime.cache_layout import INDEX_K, MLA_KV
 from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import IndexGroup, Selection, build_index_groups
 from glm_runtime.indexer import Indexer
@@ -104,14 +105,32 @@ class GlmModel:
 def build_model(config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int) -> GlmModel:
     """Assemble the model for sequences of at most `max_positions` tokens."""
     groups = build_index_groups(config)
-    layers = tuple(_build_layer(config, weights.layers[layer], numerics, layer, group) for group in groups for layer in group.layers)
+    layers = tuple(build_layer(config, weights.layers[layer], numerics, layer, group) for group in groups for layer in group.layers)
     rope = RopeTable.build(max_positions, config.qk_rope_head_dim, config.rope_theta)
     return GlmModel(config=config, weights=weights, numerics=numerics, rope=rope, groups=groups, layers=layers)
 
 
-def _build_layer(config: GlmConfig, weights: LayerWeights, numerics: Numerics, layer: int, group: IndexGroup) -> DecoderLayer:
+def build_layer(
+    config: GlmConfig,
+    weights: LayerWeights,
+    numerics: Numerics,
+    layer: int,
+    group: IndexGroup,
+    mla_component: str = MLA_KV,
+    index_component: str = INDEX_K,
+) -> DecoderLayer:
+    """One layer on its weights, whose keys lie in these components of the cache."""
     indexer = Indexer(config=config, weights=weights.indexer, numerics=numerics) if weights.indexer is not None else None
-    attention = Attention(config=config, layer=layer, group=group, weights=weights.attention, indexer=indexer, numerics=numerics)
+    attention = Attention(
+        config=config,
+        layer=layer,
+        group=group,
+        weights=weights.attention,
+        indexer=indexer,
+        numerics=numerics,
+        mla_component=mla_component,
+        index_component=index_component,
+    )
     mlp: GatedMlp | MixtureOfExperts
     if isinstance(weights.mlp, MoeWeights):
         mlp = MixtureOfExperts(config=config, weights=weights.mlp, numerics=numerics)

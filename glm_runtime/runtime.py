@@ -12,12 +12,13 @@ from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenize
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.model import GlmModel, build_model
+from glm_runtime.mtp import MtpLayer, build_mtp, choose_max_drafts
 from glm_runtime.native.library import choose_kernels
 from glm_runtime.numerics import make_numerics, weight_dtype
 from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import PagedCache
-from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig
 from glm_runtime.weights import LoadProgress, gemm_shapes, load_weights
 from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout
@@ -28,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlmRuntime:
-    """Everything of a rank that does not depend on where the cache lies. weights_version: digest that peers must agree on."""
+    """Everything of a rank that does not depend on where the cache lies. weights_version: digest that peers must agree on.
+
+    mtp: None where nothing is drafted.
+    """
 
     runtime_config: RuntimeConfig
     config: GlmConfig
@@ -36,6 +40,7 @@ class GlmRuntime:
     layout: CacheLayout
     weights_version: str
     model: GlmModel
+    mtp: MtpLayer | None
 
     @classmethod
     def load(cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None) -> "GlmRuntime":
@@ -48,17 +53,20 @@ class GlmRuntime:
         config = check_checkpoint(directory)
         version = checkpoint_digest(directory)
         formats = choose_cache_formats(runtime_config, config, SERVING_DEVICE)
+        max_drafts = choose_max_drafts(runtime_config, config)
         layout = make_cache_layout(
             config,
             formats,
             model_digest=version,
             tokenizer_digest=tokenizer_digest(directory),
             block_size_tokens=runtime_config.block_size_tokens,
+            with_mtp=max_drafts > 0,
         )
         check_runtime_config(runtime_config, config, layout)
         if runtime_config.num_threads is not None:
             torch.set_num_threads(runtime_config.num_threads)
-        weights = load_weights(directory, config, weight_dtype(runtime_config.numerics, config), on_progress)
+        dtype = weight_dtype(runtime_config.numerics, config)
+        weights = load_weights(directory, config, dtype, on_progress, with_mtp=max_drafts > 0)
         impl: Impl = "native" if choose_kernels(runtime_config.kernels) else "cpu"
         shapes = gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)}
         numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
@@ -69,15 +77,29 @@ class GlmRuntime:
             layout.bytes_per_token,
         )  # fmt: skip
         logger.info(
-            "model loaded checkpoint=%s weights_version=%s numerics=%s kernels=%s row_tile=%d threads=%d block_bytes=%d",
+            "model loaded checkpoint=%s weights_version=%s numerics=%s kernels=%s row_tile=%d threads=%d block_bytes=%d max_drafts=%d",
             directory, version, numerics.mode, numerics.impl, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
+            max_drafts,
         )  # fmt: skip
-        return cls(runtime_config=runtime_config, config=config, formats=formats, layout=layout, weights_version=version, model=model)
+        return cls(
+            runtime_config=runtime_config,
+            config=config,
+            formats=formats,
+            layout=layout,
+            weights_version=version,
+            model=model,
+            mtp=build_mtp(model, weights.mtp) if weights.mtp is not None else None,
+        )
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the pool that the configuration asks for."""
         return self.runtime_config.cache_bytes // self.layout.block_bytes
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a step; 0 where nothing is drafted."""
+        return self.runtime_config.max_drafts if self.mtp is not None else 0
 
     @property
     def max_model_len_tokens(self) -> int:
@@ -88,7 +110,7 @@ class GlmRuntime:
         """Bind the model to a pool. The memory must outlive the runner. Raises ValueError if its blocks have another size."""
         if pool_memory.block_bytes != self.layout.block_bytes:
             raise ValueError(f"the pool's blocks have {pool_memory.block_bytes} bytes; this layout's have {self.layout.block_bytes}")
-        return ModelRunner(self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks))
+        return ModelRunner(self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks), self.mtp)
 
 
 def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layout: CacheLayout) -> None:
@@ -108,6 +130,8 @@ def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layou
         value = getattr(runtime_config, name)
         if value is not None and value < 1:
             raise ConfigError(f"is {value}; expected at least 1", path=f"runtime.{name}")
+    if not 0 <= runtime_config.max_drafts <= MOST_DRAFTS:
+        raise ConfigError(f"is {runtime_config.max_drafts}; expected 0 (off) to {MOST_DRAFTS}", path="runtime.max_drafts")
     if runtime_config.numerics not in ("deterministic", "fast"):
         raise ConfigError(f"is {runtime_config.numerics!r}; expected 'deterministic' or 'fast'", path="runtime.numerics")
     if runtime_config.kernels not in ("auto", "native", "torch"):

@@ -11,6 +11,9 @@ BackendChoice = Literal["auto", "native", "flashmla_sparse", "flashinfer_mla_spa
 NumericsChoice = Literal["deterministic", "fast"]
 KernelsChoice = Literal["auto", "native", "torch"]
 
+MOST_DRAFTS = 8
+"""A step's rows per sequence stay below the smallest block, so that one more block is always enough for them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeConfig:
@@ -23,6 +26,8 @@ class RuntimeConfig:
     kernels: "auto" compiles the CPU kernels where a compiler and AVX-512 are there and else serves with torch; "native" insists.
     num_threads: None keeps torch's choice. cache_bytes: the pool; it is rounded down to whole blocks. max_step_tokens: most rows one
     step may have. max_model_len_tokens: longest sequence; None takes the model's max_position_embeddings.
+    max_drafts: most tokens that the MTP layer guesses ahead of a step, 1 to 8; 0 leaves the layer out, its weights and its part of the
+    cache too. A checkpoint without an MTP layer takes it for 0. adapts_drafts: make fewer, or none, while that is measured to be faster.
     """
 
     checkpoint: Path
@@ -37,3 +42,5 @@ class RuntimeConfig:
     max_step_tokens: int = 2048
     max_model_len_tokens: int | None = None
     block_size_tokens: int = 64
+    max_drafts: int = 5
+    adapts_drafts: bool = True

@@ -76,38 +76,56 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MtpWeights:
+    """The MTP layer: projection [hidden, 2 hidden], embedding half first; its three norms [hidden] fp32; a full decoder layer."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Tensor
+    layer: LayerWeights
+    final_norm: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """embedding and head [vocabulary, hidden]; the layers in order; final_norm [hidden] fp32."""
+    """embedding and head [vocabulary, hidden]; the layers in order; final_norm [hidden] fp32; mtp is None where it is not run."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
+    mtp: MtpWeights | None = None
 
 
-def load_weights(directory: Path, config: GlmConfig, dtype: torch.dtype, on_progress: LoadProgress | None = None) -> ModelWeights:
-    """Read, dequantise and fuse the target model's weights; the MTP layer's tensors are checked but not read.
+def load_weights(
+    directory: Path, config: GlmConfig, dtype: torch.dtype, on_progress: LoadProgress | None = None, *, with_mtp: bool = False
+) -> ModelWeights:
+    """Read, dequantise and fuse the weights; the MTP layer's tensors are always checked, and read only with_mtp.
 
     Raises ConfigError as `check_checkpoint`, and naming the file when its bytes cannot be read.
     """
     stored = stored_tensors(directory)
     check_tensors(config, stored, directory)
-    meter = _Meter(stored, config, on_progress)
+    meter = _Meter(stored, config, on_progress, with_mtp)
     with TensorReader(stored, meter.count) as reader:
         source = TensorSource(reader, tensor_table(config), dtype)
         return ModelWeights(
             embedding=source.matrix("model.embed_tokens.weight"),
-            layers=tuple(_layer(source, config, layer) for layer in range(config.num_hidden_layers)),
+            layers=tuple(
+                _layer(source, config, layer, has_indexer=config.is_indexing_layer(layer), is_moe=config.is_moe_layer(layer))
+                for layer in range(config.num_hidden_layers)
+            ),
             final_norm=source.fp32("model.norm.weight"),
             head=source.matrix("lm_head.weight"),
+            mtp=_mtp(source, config) if with_mtp else None,
         )
 
 
 class _Meter:
-    """Counts the bytes of the target model's tensors as they are read."""
+    """Counts the bytes of the tensors as they are read."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], config: GlmConfig, on_progress: LoadProgress | None) -> None:
-        mtp_prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
+    def __init__(self, stored: Mapping[str, StoredTensor], config: GlmConfig, on_progress: LoadProgress | None, with_mtp: bool) -> None:
+        mtp_prefixes = () if with_mtp else tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
         self._bytes_total = sum(t.header.num_bytes for name, t in stored.items() if not name.startswith(mtp_prefixes))
         self._bytes_read = 0
         self._on_progress = on_progress
@@ -157,7 +175,9 @@ class TensorSource:
 def gemm_shapes(weights: ModelWeights) -> set[tuple[int, int]]:
     """(K, N) of every product that the model forms with these weights, for the probe of `choose_gemm`."""
     shapes = {_product(weights.head)}
-    for layer in weights.layers:
+    if weights.mtp is not None:
+        shapes.add(_product(weights.mtp.projection))
+    for layer in (*weights.layers, *([weights.mtp.layer] if weights.mtp is not None else [])):
         attention = layer.attention
         matrices = [attention.projections, attention.q_b, attention.key_up[0].t(), attention.value_up[0].t(), attention.output]
         if layer.indexer is not None:
@@ -175,14 +195,26 @@ def _product(matrix: Tensor) -> tuple[int, int]:
     return matrix.shape[1], matrix.shape[0]
 
 
-def _layer(source: TensorSource, config: GlmConfig, layer: int) -> LayerWeights:
+def _mtp(source: TensorSource, config: GlmConfig) -> MtpWeights:
+    (layer,) = config.mtp_layers
+    prefix = f"model.layers.{layer}."
+    return MtpWeights(
+        embedding_norm=source.fp32(prefix + "enorm.weight"),
+        hidden_norm=source.fp32(prefix + "hnorm.weight"),
+        projection=source.matrix(prefix + "eh_proj.weight"),
+        layer=_layer(source, config, layer, has_indexer=True, is_moe=True),
+        final_norm=source.fp32(prefix + "shared_head.norm.weight"),
+    )
+
+
+def _layer(source: TensorSource, config: GlmConfig, layer: int, *, has_indexer: bool, is_moe: bool) -> LayerWeights:
     prefix = f"model.layers.{layer}."
     return LayerWeights(
         input_norm=source.fp32(prefix + "input_layernorm.weight"),
         post_attention_norm=source.fp32(prefix + "post_attention_layernorm.weight"),
         attention=_attention(source, config, prefix + "self_attn."),
-        indexer=_indexer(source, prefix + "self_attn.indexer.") if config.is_indexing_layer(layer) else None,
-        mlp=_moe(source, config, prefix + "mlp.") if config.is_moe_layer(layer) else _mlp(source, prefix + "mlp."),
+        indexer=_indexer(source, prefix + "self_attn.indexer.") if has_indexer else None,
+        mlp=_moe(source, config, prefix + "mlp.") if is_moe else _mlp(source, prefix + "mlp."),
     )
 
 

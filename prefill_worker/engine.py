@@ -96,6 +96,7 @@ class PrefillEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling if chunk.is_last else None,
             token_index=sequence.first_index,
+            next_token=None if chunk.is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
         )
 
     # -- publish -------------------------------------------------------------------------------------------------------
@@ -111,5 +112,6 @@ class PrefillEngine:
         if piece.end > sequence.need_from:
             self._sender.sealed(sequence, piece.start, piece.end, now_s)
         if piece.sampling is not None:
-            self._sender.completed(sequence, result.samples[piece.sequence_id], now_s)
+            (token,) = result.samples[piece.sequence_id]
+            self._sender.completed(sequence, token, now_s)
             self._sequences.complete(sequence)

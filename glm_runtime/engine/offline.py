@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from glm_runtime.engine.runner import ModelRunner
-from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
+from glm_runtime.sampling.history import TokenHistory
+from glm_runtime.sampling.parameters import reads_history
 from kv_transfer.errors import PromptTooLong
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
@@ -18,7 +20,7 @@ OnToken = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class _Sequence:
-    """One prompt on its way: everything below `num_computed` is in the cache."""
+    """One prompt on its way: everything below `num_computed` is in the cache. drafts: guesses at what follows `tokens`."""
 
     number: int
     tokens: list[int]
@@ -28,26 +30,56 @@ class _Sequence:
     num_computed: int = 0
     is_finished: bool = False
     output: list[int] = field(default_factory=list)
+    drafts: tuple[int, ...] = ()
+    history: TokenHistory | None = None
+
+    def __post_init__(self) -> None:
+        if reads_history(self.sampling):
+            self.history = TokenHistory(self.tokens)
 
     def num_blocks(self, block_size_tokens: int) -> int:
         """Blocks for the prompt and every token that may follow."""
         return -(-(self.num_prompt_tokens + self.sampling.max_tokens) // block_size_tokens)
 
-    def next_slice(self, chunk_tokens: int) -> SequenceSlice:
-        """The next chunk of the prompt, or one decode row."""
+    def next_slice(self, chunk_tokens: int, num_next_drafts: int) -> SequenceSlice:
+        """The next chunk of the prompt, or one decode row and the drafts that fit."""
         end = min(self.num_computed + chunk_tokens, len(self.tokens))
+        is_whole = end == len(self.tokens)
+        num_left = self.sampling.max_tokens - len(self.output)
+        drafts = self.drafts[: max(min(chunk_tokens - (end - self.num_computed), num_left - 1), 0)] if is_whole else ()
         return SequenceSlice(
             sequence_id=SequenceId(str(self.number)),
-            tokens=self.tokens[self.num_computed : end],
+            tokens=[*self.tokens[self.num_computed : end], *drafts],
             start=self.num_computed,
             block_table=self.block_table,
-            sampling=self.sampling if end == len(self.tokens) else None,
+            sampling=self.sampling if is_whole else None,
             token_index=len(self.output),
+            history=self.history,
+            num_drafts=len(drafts),
+            next_token=None if is_whole else self.tokens[end],
+            num_next_drafts=num_next_drafts if num_left > 2 else 0,
         )
 
-    def append(self, token: int) -> None:
+    def take(self, piece: SequenceSlice, result: StepResult, on_token: OnToken | None) -> None:
+        """What a step has computed of this sequence. Rows of drafts that did not hold are computed anew where they lie."""
+        self.num_computed = piece.start + piece.num_given
+        if piece.sampling is None:
+            return
+        run = result.samples[piece.sequence_id]
+        self.num_computed += len(run) - 1
+        self.drafts = result.drafts.get(piece.sequence_id, ())
+        for token in run:
+            self._append(token)
+            if on_token is not None and not on_token(self.number, token):
+                self.is_finished = True
+            if self.is_finished:
+                return
+
+    def _append(self, token: int) -> None:
         self.output.append(token)
         self.tokens.append(token)
+        if self.history is not None:
+            self.history.extend((token,))
         self.is_finished = token in self.sampling.stop_token_ids or len(self.output) == self.sampling.max_tokens
 
 
@@ -58,12 +90,14 @@ def generate(
     *,
     chunk_tokens: int | None = None,
     max_batch_sequences: int = 16,
+    max_drafts: int | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """The output tokens of each prompt, the stop token included when there is one.
 
     chunk_tokens: most prompt tokens of a sequence per step (None: as many as the step may have). max_batch_sequences: most
-    sequences at a time; the next one starts when one has ended and its blocks fit. Results depend on neither in deterministic mode.
+    sequences at a time; the next one starts when one has ended and its blocks fit. max_drafts: tokens guessed ahead of each step (None:
+    as the runtime is configured). Results depend on none of them in deterministic mode.
     Raises PromptTooLong, before anything is computed, when a prompt and its max_tokens exceed the model's length or the pool.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParameters) else list(sampling)
@@ -79,6 +113,7 @@ def generate(
     num_blocks = min(runtime.num_blocks, sum(needs[:max_batch_sequences]))
     runner = runtime.attach(PoolMemory(num_blocks, runtime.layout.block_bytes))
     free = [BlockId(block) for block in reversed(range(num_blocks))]
+    num_drafts = runtime.max_drafts if max_drafts is None else min(max_drafts, runtime.max_drafts)
     waiting, running = deque(sequences), list[_Sequence]()
     step_number = 0
     while waiting or running:
@@ -86,7 +121,7 @@ def generate(
             sequence = waiting.popleft()
             sequence.block_table = [free.pop() for _ in range(sequence.num_blocks(block_size_tokens))]
             running.append(sequence)
-        _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, on_token)
+        _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts, on_token)
         for sequence in running:
             if sequence.is_finished:
                 free += sequence.block_table
@@ -110,20 +145,16 @@ def _step(
     step_number: int,
     budget_tokens: int,
     chunk_tokens: int | None,
+    num_drafts: int,
     on_token: OnToken | None,
 ) -> None:
     """One step over as many sequences as the budget allows, decode rows and chunks mixed."""
     planned: list[tuple[_Sequence, SequenceSlice]] = []
     for sequence in sorted(running, key=lambda sequence: len(sequence.tokens) - sequence.num_computed):
         if budget_tokens > 0:
-            piece = sequence.next_slice(min(budget_tokens, chunk_tokens or budget_tokens))
+            piece = sequence.next_slice(min(budget_tokens, chunk_tokens or budget_tokens), num_drafts)
             planned.append((sequence, piece))
             budget_tokens -= len(piece.tokens)
     result = runner.run(StepPlan(step_number=step_number, slices=tuple(piece for _, piece in planned)))
     for sequence, piece in planned:
-        sequence.num_computed = piece.end
-        if piece.sampling is not None:
-            token = result.samples[piece.sequence_id]
-            sequence.append(token)
-            if on_token is not None and not on_token(sequence.number, token):
-                sequence.is_finished = True
+        sequence.take(piece, result, on_token)

@@ -1,15 +1,23 @@
 """Executes step plans on the model: the only caller of the forward pass in serving."""
 
+import time
+from collections.abc import Mapping
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.drafter import Drafter
 from glm_runtime.engine.step_plan import StepPlan, StepResult
+from glm_runtime.engine.step_sampling import draw, score_prompts
 from glm_runtime.model import ForcedChoices, GlmModel
+from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
-from glm_runtime.sampling.sampler import sample
+from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
 from kv_transfer.identity import SequenceId
+from kv_transfer.messages import TokenLogprobs
 
 
 class ModelRunner:
@@ -18,22 +26,43 @@ class ModelRunner:
     Made by `GlmRuntime.attach`. `run` may be called while other threads read or write blocks that the plan does not name.
     """
 
-    def __init__(self, model: GlmModel, cache: PagedCache) -> None:
+    def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None) -> None:
         self.model = model
         self.cache = cache
+        self._drafter = Drafter(mtp, cache) if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, store their keys in the cache, and draw the tokens it asks for.
 
-        When it returns, every store into the plan's blocks is complete. An empty plan returns an empty result. Raises
-        AssertionError for a plan that breaks the rules of `SequenceSlice`, EngineFault when a row to sample has logits that are
-        not finite (damaged weights or a damaged cache).
+        With an MTP layer its keys are stored for every row that stands, and the drafts of the next step are made. When it returns,
+        every store into the plan's blocks is complete. An empty plan returns an empty result. Raises AssertionError for a plan that
+        breaks the rules of `SequenceSlice`, EngineFault when a row to sample has logits that are not finite (damaged weights or a
+        damaged cache).
         """
         if not plan.slices:
             return StepResult(step_number=plan.step_number, samples={})
         with torch.inference_mode():
+            started_at_s = time.perf_counter()
+            if self._drafter is not None:
+                plan = self._drafter.seed(plan)
+            seeded_at_s = time.perf_counter()
             hidden = self.forward(plan)
-            return StepResult(step_number=plan.step_number, samples=self._sample(plan, hidden))
+            logits_of = partial(self._finite_logits, plan)
+            drawn = draw(plan, hidden, logits_of)
+            samples = {name: tuple([each.token for each in standing]) for name, standing in drawn.items()}
+            prompt_logprobs = score_prompts(plan, hidden, logits_of)
+            drawn_at_s = time.perf_counter()
+            drafts = self._drafter.follow(plan, hidden, samples) if self._drafter is not None else {}
+            return StepResult(
+                step_number=plan.step_number,
+                samples=samples,
+                logprobs=_told_logprobs(drawn),
+                prompt_logprobs=prompt_logprobs,
+                drafts=drafts,
+                hidden_states=_kept_hidden(plan, hidden),
+                target_s=drawn_at_s - seeded_at_s,
+                draft_s=time.perf_counter() - drawn_at_s + seeded_at_s - started_at_s,
+            )
 
     def forward(self, plan: StepPlan, forced: ForcedChoices | None = None) -> Tensor:
         """Compute the plan's rows and store their keys. Returns [rows, hidden], after the final norm, in the plan's order.
@@ -50,18 +79,28 @@ class ModelRunner:
         padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
         return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
 
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> dict[SequenceId, int]:
-        rows, asking = [], []
-        end = 0
-        for piece in plan.slices:
-            end += len(piece.tokens)
-            if piece.sampling is not None:
-                rows.append(end - 1)
-                asking.append((piece.sequence_id, piece.sampling, piece.token_index))
-        if not rows:
-            return {}
-        logits = self.model.logits(hidden[rows])
+    def _finite_logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
+        logits = self.model.logits(hidden)
         if not torch.isfinite(logits).all():
             raise EngineFault("logits are not finite: the weights or the cache are damaged", step_number=plan.step_number)
-        tokens = sample(logits, [sampling for _, sampling, _ in asking], [index for _, _, index in asking])
-        return {sequence_id: token for (sequence_id, _, _), token in zip(asking, tokens, strict=True)}
+        return logits
+
+
+def _told_logprobs(drawn: Mapping[SequenceId, tuple[Sample, ...]]) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+    """Of the samples whose parameters ask for them."""
+    return {
+        name: tuple([each.logprobs for each in standing if each.logprobs is not None])
+        for name, standing in drawn.items()
+        if standing[0].logprobs is not None
+    }
+
+
+def _kept_hidden(plan: StepPlan, hidden: Tensor) -> dict[SequenceId, bytes]:
+    """Raw bytes of the last row of each slice that asks for them."""
+    kept = {}
+    end = 0
+    for piece in plan.slices:
+        end += len(piece.tokens)
+        if piece.keeps_hidden:
+            kept[piece.sequence_id] = hidden[end - 1].contiguous().view(torch.uint8).numpy().tobytes()
+    return kept

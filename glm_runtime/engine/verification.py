@@ -7,16 +7,14 @@ anything was.
 
 from collections.abc import Sequence
 
-from glm_runtime.sampling.rows import Sample
 
-
-def standing_samples(drawn: Sequence[Sample], drafts: Sequence[int]) -> tuple[Sample, ...]:
-    """The samples that stand: up to and with the first whose token its draft did not foretell, or the one after the last draft.
+def accepted_run(drawn: Sequence[int], drafts: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that stand: up to and with the first that its draft did not foretell, or the one after the last draft.
 
     drawn: one more than drafts; drawn[i] is what drafts[i] guessed.
     """
     assert len(drawn) == len(drafts) + 1, f"{len(drafts)} drafts are verified by {len(drawn)} rows"
-    for index, (sample, draft) in enumerate(zip(drawn, drafts, strict=False)):
-        if sample.token != draft:
+    for index, (token, draft) in enumerate(zip(drawn, drafts, strict=False)):
+        if token != draft:
             return tuple(drawn[: index + 1])
     return tuple(drawn)

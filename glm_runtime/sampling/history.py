@@ -34,7 +34,8 @@ class TokenHistory:
         """Take the next output tokens."""
         for token in tokens:
             self.output.append(token)
-            self._counts[self._place(token)] += 1
+            place = self._place(token)  # may replace the arrays
+            self._counts[place] += 1
 
     def truncate(self, num_output_tokens: int) -> None:
         """Forget output tokens from index `num_output_tokens` on."""

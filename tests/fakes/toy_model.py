@@ -71,7 +71,7 @@ class ToyRunner:
         for piece in plan.slices:
             if piece.sampling is not None:
                 entries = [bytes(self._entry(piece.block_table, at, part)) for part in range(2) for at in range(piece.end)]
-                samples[piece.sequence_id] = toy_token(entries, piece.sampling, piece.token_index)
+                samples[piece.sequence_id] = (toy_token(entries, piece.sampling, piece.token_index),)
         return StepResult(step_number=plan.step_number, samples=samples)
 
     def _entry(self, block_table: Sequence[int], position: int, component: int) -> memoryview:

@@ -116,7 +116,7 @@ def test_generate_equals_a_loop_over_whole_prompts(runtime: GlmRuntime) -> None:
     runner = runtime.attach(PoolMemory(8, runtime.layout.block_bytes))
     for index, token in enumerate(tokens):
         known = prompt + tokens[:index]
-        assert runner.run(step(piece("a", known, sampling=GREEDY))).samples["a"] == token
+        assert runner.run(step(piece("a", known, sampling=GREEDY))).samples["a"] == (token,)
 
 
 def test_generate_ends_at_a_stop_token_and_keeps_it(runtime: GlmRuntime) -> None:

@@ -1,0 +1,110 @@
+"""Runs the MTP layer beside the target's steps: keeps its keys as far as the target's, and makes the next step's drafts.
+
+Knows: which rows of a step stand and which token follows each. Does not know how many drafts pay (the schedulers).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.mtp import MtpLayer, rows_of
+from glm_runtime.paged_cache import PagedCache
+from glm_runtime.step_batch import StepBatch
+from kv_transfer.identity import SequenceId
+
+Runs = Mapping[SequenceId, tuple[int, ...]]
+
+
+class Drafter:
+    """One MTP layer bound to one pool. Called between target steps, on their thread, under inference mode."""
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache) -> None:
+        self._mtp = mtp
+        self._cache = cache
+
+    def seed(self, plan: StepPlan) -> StepPlan:
+        """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
+
+        The keys that it stores there are the ones that came with the blocks, bit by bit.
+        """
+        seeded = [piece for piece in plan.slices if piece.seed_hidden is not None and piece.num_seed_drafts]
+        if not seeded:
+            return plan
+        rows = [
+            SequenceSlice(sequence_id=piece.sequence_id, tokens=piece.tokens[:1], start=piece.start - 1, block_table=piece.block_table)
+            for piece in seeded
+        ]
+        dtype = self._mtp.target.numerics.dtype
+        hidden = torch.stack([torch.frombuffer(bytearray(piece.seed_hidden or b""), dtype=dtype) for piece in seeded])
+        wanted = {piece.sequence_id: piece.num_seed_drafts for piece in seeded}
+        drafts = self._run(rows, hidden, wanted)
+        return StepPlan(step_number=plan.step_number, slices=tuple(_with_drafts(piece, drafts) for piece in plan.slices))
+
+    def follow(self, plan: StepPlan, hidden: Tensor, runs: Runs) -> Runs:
+        """Draft step 0 over the rows of a target step that stand, then the further steps of those that want drafts.
+
+        hidden: [rows, hidden] of all the plan's rows. runs: what was drawn, by sequence. Returns the drafts of the next step.
+        """
+        rows = [_shifted(piece, runs.get(piece.sequence_id, ())) for piece in plan.slices]
+        num_kept = [len(piece.tokens) for piece in rows]
+        if sum(num_kept) < plan.num_tokens:
+            hidden = hidden.index_select(0, torch.tensor(list(_kept_rows(plan.slices, num_kept)), dtype=torch.int64))
+        wanted = {piece.sequence_id: piece.num_next_drafts for piece in plan.slices if piece.num_next_drafts and piece.sampling is not None}
+        return self._run(rows, hidden, wanted)
+
+    def _run(self, slices: Sequence[SequenceSlice], hidden: Tensor, wanted: Mapping[SequenceId, int]) -> Runs:
+        batch = self._batch(slices)
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
+        recycled, selection = self._mtp.forward(padded, batch, self._cache)
+        if not wanted:
+            return {}
+        last_rows = [span.row_end - 1 for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted]
+        chosen = rows_of(selection, last_rows)
+        rows = torch.tensor(last_rows, dtype=torch.int64)
+        drafts = self._mtp.draft(
+            recycled.index_select(0, rows), batch.positions.index_select(0, rows), chosen, self._cache, max(wanted.values())
+        )
+        drafting = [piece.sequence_id for piece in slices if piece.sequence_id in wanted]
+        guesses: list[list[int]] = drafts.tolist()
+        return {name: tuple(row[: wanted[name]]) for name, row in zip(drafting, guesses, strict=True)}
+
+    def _batch(self, slices: Sequence[SequenceSlice]) -> StepBatch:
+        return build_batch(
+            StepPlan(step_number=0, slices=tuple(slices)),
+            self._mtp.target.config,
+            block_size_tokens=self._cache.block_size_tokens,
+            num_blocks=self._cache.num_blocks,
+            row_tile=self._mtp.target.numerics.gemm.row_tile,
+        )
+
+
+def _with_drafts(piece: SequenceSlice, drafts: Runs) -> SequenceSlice:
+    found = drafts.get(piece.sequence_id)
+    if found is None:
+        return piece
+    return msgspec.structs.replace(piece, tokens=(*piece.tokens, *found), num_drafts=len(found), num_seed_drafts=0, seed_hidden=None)
+
+
+def _shifted(piece: SequenceSlice, run: tuple[int, ...]) -> SequenceSlice:
+    """The slice's rows that stand, each with the token after it."""
+    if piece.sampling is None:
+        assert piece.next_token is not None, f"{piece.sequence_id} goes on after this chunk, and the plan does not say with what"
+        run = (piece.next_token,)
+    return SequenceSlice(
+        sequence_id=piece.sequence_id,
+        tokens=(*piece.tokens[1 : piece.num_given], *run),
+        start=piece.start,
+        block_table=piece.block_table,
+    )
+
+
+def _kept_rows(slices: Sequence[SequenceSlice], num_kept: Sequence[int]) -> Iterator[int]:
+    """Numbers of the plan's rows that stand; in each slice they are the first ones."""
+    start = 0
+    for piece, count in zip(slices, num_kept, strict=True):
+        yield from range(start, start + count)
+        start += len(piece.tokens)

@@ -1,0 +1,80 @@
+"""From the hidden states of a step to what its slices asked for: tokens drawn, drafts verified, prompts scored.
+
+Knows: which rows of a plan draw a token, and what each of them sees. Does not know how a token is drawn (`glm_runtime.sampling`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.engine.verification import accepted_run
+from glm_runtime.sampling.logprobs import token_logprobs
+from glm_runtime.sampling.rows import Sample, SampleRow
+from glm_runtime.sampling.sampler import sample_rows
+from kv_transfer.identity import SequenceId
+from kv_transfer.messages import TokenLogprobs
+
+LogitsOf = Callable[[Tensor], Tensor]
+
+PROMPT_ROWS_AT_ONCE = 64
+"""Prompt rows whose logits are in memory together: 40 MB at a vocabulary of 154,880."""
+
+
+def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId, tuple[Sample, ...]]:
+    """What stands, by sequence: the samples up to and with the first that its draft did not foretell.
+
+    hidden: [rows, hidden] of all the plan's rows. logits_of: fp32 logits [M, V] of some of them.
+    """
+    places: list[int] = []
+    rows: list[SampleRow] = []
+    asking = []
+    end = 0
+    for piece in plan.slices:
+        end += len(piece.tokens)
+        if piece.sampling is not None:
+            places += range(end - piece.num_drafts - 1, end)
+            rows += _rows(piece)
+            asking.append(piece)
+    if not rows:
+        return {}
+    samples = sample_rows(logits_of(hidden[places]), rows)
+    drawn = {}
+    first = 0
+    for piece in asking:
+        own = samples[first : first + piece.num_drafts + 1]
+        first += len(own)
+        run = accepted_run([one.token for one in own], piece.tokens[piece.num_given :]) if piece.num_drafts else own
+        drawn[piece.sequence_id] = tuple(own[: len(run)])
+    return drawn
+
+
+def _rows(piece: SequenceSlice) -> Iterator[SampleRow]:
+    assert piece.sampling is not None, "the slice draws nothing"
+    for number in range(piece.num_drafts + 1):
+        yield SampleRow(
+            parameters=piece.sampling,
+            token_index=piece.token_index + number,
+            history=piece.history,
+            drafts=piece.tokens[piece.num_given : piece.num_given + number] if number else (),
+        )
+
+
+def score_prompts(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> Mapping[SequenceId, tuple[TokenLogprobs, ...]]:
+    """Log-probabilities of `SequenceSlice.following`, by sequence; always of the model's own distribution."""
+    scored = {}
+    start = 0
+    for piece in plan.slices:
+        if piece.following:
+            scored[piece.sequence_id] = tuple(_score(hidden[start:], piece.following, piece.num_prompt_logprobs, logits_of))
+        start += len(piece.tokens)
+    return scored
+
+
+def _score(hidden: Tensor, following: Sequence[int], num_top: int, logits_of: LogitsOf) -> Iterator[TokenLogprobs]:
+    for first in range(0, len(following), PROMPT_ROWS_AT_ONCE):
+        tokens = following[first : first + PROMPT_ROWS_AT_ONCE]
+        logits = logits_of(hidden[first : first + len(tokens)]).cpu().numpy().astype(np.float64)
+        for token, row in zip(tokens, logits, strict=True):
+            yield token_logprobs(row, token, num_top)
