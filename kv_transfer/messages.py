@@ -13,6 +13,8 @@ from typing import Literal
 import msgspec
 
 from kv_transfer.errors import ProtocolMismatch
+from kv_transfer.grammar import GrammarKind as GrammarKind
+from kv_transfer.grammar import GrammarSpec as GrammarSpec
 from kv_transfer.identity import BlockId, Generation, Incarnation, PackedTokens, TransferId, WorkerId
 from kv_transfer.layout import CacheLayout
 from kv_transfer.request_values import FinishReason as FinishReason

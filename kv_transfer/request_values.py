@@ -8,6 +8,7 @@ from enum import Enum, unique
 
 import msgspec
 
+from kv_transfer.grammar import GrammarSpec
 from kv_transfer.identity import TransferId
 
 
@@ -41,6 +42,7 @@ class SamplingParameters(_Part, frozen=True):
     output; the other two: 0 is off; of the output. logit_bias: (token id, what is added to its logit), each id once.
     allowed_token_ids: empty allows all. bad_words: token sequences whose last token is not drawn after the others.
     logprobs, prompt_logprobs: how many of the largest to tell beside the token's own; 0 its own alone, -1 none.
+    grammar: what the output must look like; no other parameter that forbids tokens goes with it.
     """
 
     max_tokens: int
@@ -60,6 +62,7 @@ class SamplingParameters(_Part, frozen=True):
     logprobs: int = -1
     prompt_logprobs: int = -1
     logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    grammar: GrammarSpec | None = None
 
 
 class TokenLogprobs(_Part, frozen=True):

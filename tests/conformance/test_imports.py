@@ -15,7 +15,20 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("kv_transfer", "glm_runtime", "prefill_worker", "decode_worker", "router", "cluster")
 HEAVY = ("torch", "triton", "ray", "nixl", "numpy")
 ROUTER_ENTRIES = ("router.gateway.__main__", "router.relay", "router.policy")
-CONTRACT = ("identity", "errors", "layout", "messages", "block_keys", "handoff", "link", "wire", "directory", "config")
+CONTRACT = (
+    "identity",
+    "errors",
+    "layout",
+    "grammar",
+    "request_values",
+    "messages",
+    "block_keys",
+    "handoff",
+    "link",
+    "wire",
+    "directory",
+    "config",
+)
 SUPERVISOR_ENTRIES = ("cluster.cli", "cluster.config_file", "cluster.supervisor", "cluster.cluster_status")
 
 
