@@ -78,6 +78,10 @@ class GatewayConfig:
     strict_fields: bool = False
     control_tokens_in_text: bool = False
     reasoning_fields: tuple[Literal["reasoning_content", "reasoning"], ...] = ("reasoning_content",)
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """Of which distribution log-probabilities are told: the model's own, or the one that tokens are drawn from."""
+    max_prompt_logprobs: int = 262144
+    """Most log-probabilities of a prompt: its tokens times those asked for at each. They travel in one frame."""
     keepalive_s: float = 10.0
     """A stream that has been silent for so long gets an SSE comment; also how long the status line waits for the first token."""
     tokenize_inline_below_characters: int = 32768

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kv_transfer.errors import ServingError
 from kv_transfer.identity import TransferId
-from kv_transfer.messages import FinishReason, Message
+from kv_transfer.messages import FinishReason, Message, TokenLogprobs
 from router.lifecycle import RequestState
 from router.policy import Placement, WorkerRef
 
@@ -37,10 +37,12 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """New tokens for the client, and whether they are the last."""
+    """New tokens for the client, and whether they are the last; with log-probabilities where they were asked for."""
 
     tokens: Sequence[int]
     finish: FinishReason | None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

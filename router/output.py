@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 from kv_transfer.errors import ServingError
-from kv_transfer.messages import FinishReason
+from kv_transfer.messages import FinishReason, TokenLogprobs
 
 
 class Wakeup:
@@ -39,19 +39,23 @@ class Wakeup:
 class Output:
     """What one request has produced and its consumer has not yet taken."""
 
-    __slots__ = ("_tokens", "_wakeup", "error", "finish", "is_over", "num_cached_tokens")
+    __slots__ = ("_logprobs", "_tokens", "_wakeup", "error", "finish", "is_over", "num_cached_tokens", "prompt_logprobs")
 
     def __init__(self, wakeup: Wakeup) -> None:
         self._wakeup = wakeup
         self._tokens = array("i")
+        self._logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.finish: FinishReason | None = None
         self.error: ServingError | None = None
         self.is_over = False
         self.num_cached_tokens = 0
 
-    def put(self, tokens: Sequence[int], finish: FinishReason | None) -> None:
-        """Add tokens; `finish` says that they are the last."""
+    def put(self, tokens: Sequence[int], finish: FinishReason | None, logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Add tokens, and of each its log-probabilities or none at all; `finish` says that they are the last."""
         self._tokens.extend(tokens)
+        if logprobs:
+            self._logprobs.extend(logprobs)
         if finish is not None:
             self.finish = finish
         self._wakeup.set()
@@ -69,6 +73,12 @@ class Output:
         tokens = self._tokens.tolist()
         del self._tokens[:]
         return tokens
+
+    def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the tokens that the last take gave; called after it, before more can come."""
+        taken = tuple(self._logprobs)
+        self._logprobs.clear()
+        return taken
 
     @property
     def has_more(self) -> bool:

@@ -106,8 +106,9 @@ class Relay:
         """Take an admitted request; its tokens come to the Output, which sets `wakeup`."""
         now_s = self._clock()
         config = self.config
-        keys = block_keys(request.prompt, request.cache_salt, config.block_size_tokens, config.keys_look_ahead)
-        request = msgspec.structs.replace(request, block_keys=tuple(keys))
+        if request.sampling.prompt_logprobs < 0:  # a prompt that is scored shares no block with anybody
+            keys = block_keys(request.prompt, request.cache_salt, config.block_size_tokens, config.keys_look_ahead)
+            request = msgspec.structs.replace(request, block_keys=tuple(keys))
         live = _Live(RequestFlow(request, config, now_s), Output(wakeup), self._num_submitted)
         self._num_submitted += 1
         self._live[request.request_id] = self._waiting[request.request_id] = live
@@ -274,7 +275,8 @@ class Relay:
             match effect:
                 case Deliver():
                     live.output.num_cached_tokens = live.flow.num_cached_tokens
-                    live.output.put(effect.tokens, effect.finish)
+                    live.output.prompt_logprobs = live.output.prompt_logprobs or effect.prompt_logprobs
+                    live.output.put(effect.tokens, effect.finish, effect.logprobs)
                 case Post():
                     self._post(effect.worker, effect.message)
                 case PrefillDone():

@@ -149,14 +149,28 @@ class RequestFlow:
             tokens=tokens,
             num_prompt_tokens=self.request.num_prompt_tokens,
             first_index=len(self.output),
-            cache_salt=self.request.cache_salt,
-            sampling=self.request.sampling,
+            cache_salt=self._salt(transfer),
+            sampling=self._sampling(),
             priority=self.request.priority,
             deadline_s=self._deadline_s - now_s,
             source=prefill,
         )
         self._started = None if prefill is None else self._make_start(self._opened, decode)
         return self._say(AttemptPhase.OPENING, placement.decode, self._opened, now_s)
+
+    def _is_prompt_scored(self) -> bool:
+        """Whether the prompt's log-probabilities are wanted and have not come: they come with the first token."""
+        return self.request.sampling.prompt_logprobs >= 0 and not self.output
+
+    def _sampling(self) -> SamplingParameters:
+        sampling = self.request.sampling
+        is_as_asked = sampling.prompt_logprobs < 0 or self._is_prompt_scored()
+        return sampling if is_as_asked else msgspec.structs.replace(sampling, prompt_logprobs=-1)
+
+    def _salt(self, transfer: TransferId) -> bytes:
+        """A prompt is scored from logits, which no cache has: under a salt of its own every worker computes all of it."""
+        salt = self.request.cache_salt
+        return salt + f"\0score {transfer.request_id} {transfer.attempt}".encode() if self._is_prompt_scored() else salt
 
     def _make_start(self, opened: OpenSink, decode: WorkerAddress) -> StartSource:
         return StartSource(
@@ -233,7 +247,8 @@ class RequestFlow:
             self.num_cached_tokens = min(delta.num_cached_tokens, self.request.num_prompt_tokens)
         self.last_token_s = now_s
         self.output.extend(tokens)
-        effects.append(Deliver(tokens, delta.finish))
+        logprobs = delta.logprobs[len(delta.tokens) - len(tokens) :]
+        effects.append(Deliver(tokens, delta.finish, logprobs, delta.prompt_logprobs))
         return effects
 
     def _receive_decode(self, placement: Placement, message: Message, now_s: float) -> list[FlowEffect]:

@@ -7,7 +7,7 @@ pieces, texts and counts are the same.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.messages import FinishReason
+from kv_transfer.messages import FinishReason, TokenLogprobs
 from router.gateway.detokeniser import Detokeniser
 from router.gateway.reasoning import ReasoningSplitter
 from router.gateway.stop_strings import StopStrings
@@ -16,12 +16,16 @@ from router.gateway.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text and the tokens it was made from, hidden ones included. finish_reason is set in the last one."""
+    """New text and the tokens it was made from, hidden ones included. finish_reason is set in the last one.
+
+    logprobs: of each of `tokens`, or none at all.
+    """
 
     reasoning: str
     content: str
     finish_reason: str | None
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class _Channel:
@@ -33,8 +37,11 @@ class _Channel:
         self._detokeniser = Detokeniser(tokenizer.token_bytes, tokenizer.special_ids)
         self._stops = StopStrings(stops)
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        return self._stops.feed(self._detokeniser.feed(tokens)) if tokens else ""
+    def feed(self, tokens: Sequence[int], *, may_stop: bool = True) -> str:
+        if not tokens:
+            return ""
+        text = self._detokeniser.feed(tokens)
+        return self._stops.feed(text) if may_stop else text
 
     def flush(self) -> str:
         return self._stops.feed(self._detokeniser.flush()) + self._stops.flush()
@@ -48,13 +55,21 @@ class Answer:
     """The text of one choice as it grows.
 
     end_ids: tokens that end the output and are not shown. think_end_id: the token that ends thinking; None where nothing is split off.
-    A stop string ends the answer in thinking as well as in content, as other servers of this field do.
+    A stop string ends the answer in thinking as well as in content, as other servers of this field do. min_tokens: the text of so many
+    tokens is not searched for stop strings.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, *, stops: Sequence[str], end_ids: Collection[int], think_end_id: int | None
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: TextTokenizer,
+        *,
+        stops: Sequence[str],
+        end_ids: Collection[int],
+        think_end_id: int | None,
+        min_tokens: int = 0,
+    ) -> None:
         self._end_ids = end_ids
+        self._min_tokens = min_tokens
         self._has_stops = bool(stops)
         self._splitter = ReasoningSplitter(think_end_id)
         self._thinking = _Channel(tokenizer, stops)
@@ -91,10 +106,11 @@ class Answer:
         thinking, answer, has_ended = self._splitter.split(tokens)
         self.num_tokens += len(tokens)
         self.num_reasoning_tokens += len(thinking)
-        reasoning = self._thinking.feed(thinking)
+        may_stop = self.num_tokens > self._min_tokens
+        reasoning = self._thinking.feed(thinking, may_stop=may_stop)
         if has_ended:
             reasoning += self._thinking.flush()
-        return reasoning, self._content.feed(answer)
+        return reasoning, self._content.feed(answer, may_stop=may_stop)
 
     def _finish(self, finish: FinishReason, reasoning: list[str], content: list[str]) -> None:
         channel, texts = (self._thinking, reasoning) if self._splitter.is_thinking else (self._content, content)

@@ -4,6 +4,7 @@ Knows: messages, effort, thinking and the chat objects. Does not know how an ans
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kv_transfer.errors import InvalidRequest, UnsupportedParameter
@@ -12,7 +13,8 @@ from router.gateway.answer import TextDelta
 from router.gateway.chat_template import END_OF_THINKING, RESERVED_VARIABLES
 from router.gateway.exchange import Exchange
 from router.gateway.generation import Generation
-from router.gateway.sampling import check_context, check_prompt_bytes, make_sampling
+from router.gateway.logprobs import chat_logprobs, prompt_logprobs
+from router.gateway.sampling import check_context, check_prompt_bytes
 from router.gateway.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
 
@@ -29,17 +31,19 @@ class ChatEndpoint(GeneratingEndpoint):
         request = parse_request(ChatRequest, body)
         parts.model.check_name(request.model)
         self.note_ignored(exchange, request)
-        parts.relay.admit(1)
+        self.check_choices(1, request)
+        parts.relay.admit(request.num_choices)
         messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
         variables = template_variables(request)
         limit = parts.context_tokens
         tokens = await self.tokenise(len(body), lambda: self._encode(messages, variables, limit))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        sampling = make_sampling(request, parts.model, check_context(len(tokens), asked, limit, "messages"))
+        sampling = self.make_sampling(request, check_context(len(tokens), asked, limit, "messages"), len(tokens), "messages")
         response_id = new_response_id("chatcmpl")
-        answer = self.make_answer(request, sampling, parts.tokenizer.control_id(END_OF_THINKING))
-        generation = Generation(parts.relay, [self.make_request(response_id, tokens, sampling, request.cache_salt)], [answer])
-        return request, generation, ChatWriter(parts, request, response_id)
+        legs = self.make_legs(request, response_id, tokens, sampling)
+        answers = [self.make_answer(request, leg.sampling, parts.tokenizer.control_id(END_OF_THINKING)) for leg in legs]
+        generation = Generation(parts.relay, legs, answers, num_choices=request.num_choices)
+        return request, generation, ChatWriter(parts, request, response_id, tokens)
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any], limit_tokens: int) -> list[int]:
         rendered = self.parts.chat_encoder.render(messages, variables)
@@ -49,9 +53,9 @@ class ChatEndpoint(GeneratingEndpoint):
 
 
 class ChatWriter(AnswerWriter):
-    """Chat objects."""
+    """Chat objects. prompt: the tokens of the rendered messages."""
 
-    def __init__(self, parts: GatewayParts, request: ChatRequest, response_id: str) -> None:
+    def __init__(self, parts: GatewayParts, request: ChatRequest, response_id: str, prompt: Sequence[int]) -> None:
         options = request.stream_options
         self._id = response_id
         self._created_s = now_unix_s()
@@ -60,10 +64,18 @@ class ChatWriter(AnswerWriter):
         self._has_usage = bool(options and options.include_usage)
         self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._chunks = sse.ChatChunks(
-            response_id, self._created_s, self._model, has_usage=self._has_usage, reasoning_fields=self._fields
-        )  # fmt: skip
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
+            response_id,
+            self._created_s,
+            self._model,
+            has_usage=self._has_usage,
+            reasoning_fields=self._fields,
+            num_choices=request.num_choices,
+        )
+        self._texts = parts.token_texts
+        self._prompt = prompt
+        self._has_logprobs = request.num_logprobs >= 0
+        self._has_prompt_logprobs = request.num_prompt_logprobs >= 0
+        self._parts: list[list[TextDelta]] = [[] for _ in range(request.num_choices)]
 
     def _usage(self) -> dict[str, Any]:
         num_prompt, num_output, num_cached, num_reasoning = self.generation.count_usage()
@@ -71,36 +83,50 @@ class ChatWriter(AnswerWriter):
 
     def open(self) -> bytes:
         """See AnswerWriter."""
-        return self._chunks.role()
+        return b"".join([self._chunks.role(index) for index in range(len(self._parts))])
 
-    def chunk(self, index: int, delta: TextDelta) -> bytes:  # noqa: ARG002 - a chat has one choice
-        """See AnswerWriter."""
+    def chunk(self, index: int, delta: TextDelta) -> bytes:
+        """See AnswerWriter. Log-probabilities go with the first text of the delta, or with none."""
         usage = self._usage() if self._has_running_usage else None
+        told = self._logprobs([delta]) if self._has_logprobs and delta.tokens else None
         data = b""
         if delta.reasoning:
-            data += self._chunks.reasoning(delta.reasoning, usage)
-        if delta.content:
-            data += self._chunks.content(delta.content, usage)
+            data += self._chunks.reasoning(index, delta.reasoning, told, usage)
+            told = None
+        if delta.content or (told is not None and delta.finish_reason is None):
+            data += self._chunks.content(index, delta.content, told, usage)
+            told = None
         if delta.finish_reason is not None:
-            data += self._chunks.finish(delta.finish_reason, usage)
+            data += self._chunks.finish(index, delta.finish_reason, told, usage)
         return data
+
+    def _logprobs(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
+        tokens = [token for delta in deltas for token in delta.tokens]
+        return chat_logprobs(self._texts, tokens, [told for delta in deltas for told in delta.logprobs])
 
     def usage(self) -> bytes:
         """See AnswerWriter."""
         return self._chunks.usage(self._usage()) if self._has_usage else b""
 
-    def collect(self, index: int, delta: TextDelta) -> None:  # noqa: ARG002 - a chat has one choice
+    def collect(self, index: int, delta: TextDelta) -> None:
         """See AnswerWriter."""
-        self._reasoning.append(delta.reasoning)
-        self._content.append(delta.content)
+        self._parts[index].append(delta)
 
     def body(self) -> bytes:
         """See AnswerWriter."""
-        answer = self.generation.choices[0].answer
-        reasoning = "".join(self._reasoning)
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content) if answer.has_content else None}
-        message.update(dict.fromkeys(self._fields, reasoning))
-        return sse.chat_body(self._id, self._created_s, self._model, message, answer.finish_reason, self._usage())
+        told = None
+        if self._has_prompt_logprobs:
+            told = prompt_logprobs(self._texts, self._prompt, self.generation.choices[0].prompt_logprobs)
+        choices = [self._choice(index) for index in range(len(self._parts))]
+        return sse.chat_body(self._id, self._created_s, self._model, choices, self._usage(), told)
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        answer, deltas = self.generation.choices[index].answer, self._parts[index]
+        content = "".join([delta.content for delta in deltas]) if answer.has_content else None
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message.update(dict.fromkeys(self._fields, "".join([delta.reasoning for delta in deltas])))
+        told = self._logprobs(deltas) if self._has_logprobs else None
+        return {"index": index, "message": message, "logprobs": told, "finish_reason": answer.finish_reason}
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:

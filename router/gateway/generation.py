@@ -5,9 +5,10 @@ Knows: the relay's outputs and the text made of them. Does not know JSON. Everyt
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.identity import RequestId
+from kv_transfer.messages import TokenLogprobs
 from router.gateway.answer import Answer, TextDelta
 from router.output import Output, Wakeup
 from router.relay import Relay
@@ -16,23 +17,38 @@ from router.request_flow import GenerationRequest
 
 @dataclass(slots=True)
 class Choice:
-    """One answer on its way. output is None when no token is wanted."""
+    """One answer on its way. output is None until it is submitted, and where no token is wanted.
+
+    waiting: the request, while it waits for the first choice of its prompt to have a token. leads: whether it is that first choice.
+    """
 
     request_id: RequestId
     num_prompt_tokens: int
     answer: Answer
     output: Output | None
+    waiting: GenerationRequest | None
+    leads: bool
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of prompt tokens 1, 2 ... where they were asked for and once the first token has come."""
+        return self.output.prompt_logprobs if self.output is not None else ()
 
     @property
     def is_open(self) -> bool:
         """Whether more may come."""
-        return self.output is not None and self.answer.finish_reason is None
+        return (self.output is not None or self.waiting is not None) and self.answer.finish_reason is None
 
 
 class Generation:
-    """All choices of one HTTP request. Submits on creation; raises Overloaded when they may not enter."""
+    """All choices of one HTTP request. Submits on creation; raises Overloaded when they may not enter.
 
-    def __init__(self, relay: Relay, requests: Sequence[GenerationRequest], answers: Sequence[Answer]) -> None:
+    num_choices: answers per prompt; those of one prompt are adjacent. The first of them is submitted at once, the others when it has a
+    token: by then the prompt's full blocks are in the caches of the workers, so the prompt is computed and moved once, not n times.
+    A prompt shorter than a block has nothing to share, and nobody waits.
+    """
+
+    def __init__(self, relay: Relay, requests: Sequence[GenerationRequest], answers: Sequence[Answer], *, num_choices: int = 1) -> None:
         relay.admit(sum(request.sampling.max_tokens > 0 for request in requests))
         self._relay = relay
         self._wakeup = Wakeup()
@@ -40,15 +56,29 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._is_silent = False
         self._last_activity_s = 0.0
+        self._num_choices = num_choices
         self.choices = [
-            Choice(
-                request_id=request.request_id,
-                num_prompt_tokens=request.num_prompt_tokens,
-                answer=answer,
-                output=relay.submit(request, self._wakeup) if request.sampling.max_tokens > 0 else None,
-            )
-            for request, answer in zip(requests, answers, strict=True)
+            self._begin(request, answer, leads=number % num_choices == 0)
+            for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
         ]
+
+    def _begin(self, request: GenerationRequest, answer: Answer, *, leads: bool) -> Choice:
+        is_wanted = request.sampling.max_tokens > 0
+        waits = is_wanted and not leads and request.num_prompt_tokens > self._relay.config.block_size_tokens
+        return Choice(
+            request_id=request.request_id,
+            num_prompt_tokens=request.num_prompt_tokens,
+            answer=answer,
+            output=self._relay.submit(request, self._wakeup) if is_wanted and not waits else None,
+            waiting=request if waits else None,
+            leads=leads,
+        )
+
+    def _submit_waiting(self, leader: int) -> None:
+        for choice in self.choices[leader + 1 : leader + self._num_choices]:
+            if choice.waiting is not None:
+                choice.output = self._relay.submit(choice.waiting, self._wakeup)
+                choice.waiting = None
 
     @property
     def is_open(self) -> bool:
@@ -96,6 +126,8 @@ class Generation:
             tokens = output.take()
             if tokens or output.finish is not None:
                 taken.append((index, self._feed(choice, output, tokens)))
+                if choice.leads and self._num_choices > 1:
+                    self._submit_waiting(index)
             elif output.error is not None:
                 failed = output.error
         if failed is not None and not taken:
@@ -106,6 +138,9 @@ class Generation:
 
     def _feed(self, choice: Choice, output: Output, tokens: list[int]) -> TextDelta:
         delta = choice.answer.feed(tokens, output.finish)
+        logprobs = output.take_logprobs()
+        if logprobs:
+            delta = replace(delta, logprobs=logprobs[: len(delta.tokens)])
         if delta.finish_reason is not None:
             self._relay.finish(choice.request_id, "stop_string")  # does nothing when the worker itself has finished
         return delta
@@ -125,10 +160,11 @@ class Generation:
             self._relay.abort(choice.request_id, "closed")
 
     def count_usage(self) -> tuple[int, int, int, int]:
-        """(prompt, output, cached prompt, reasoning) tokens over all choices so far."""
+        """(prompt, output, cached prompt, reasoning) tokens over all choices so far; each prompt counts once, whatever its choices."""
+        leaders = [choice for choice in self.choices if choice.leads]
         return (
-            sum(choice.num_prompt_tokens for choice in self.choices),
+            sum(choice.num_prompt_tokens for choice in leaders),
             sum(choice.answer.num_tokens for choice in self.choices),
-            sum(choice.output.num_cached_tokens for choice in self.choices if choice.output is not None),
+            sum(choice.output.num_cached_tokens for choice in leaders if choice.output is not None),
             sum(choice.answer.num_reasoning_tokens for choice in self.choices),
         )

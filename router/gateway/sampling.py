@@ -3,12 +3,14 @@
 Knows: the checkpoint's defaults, end tokens and context length. Does not know text.
 """
 
+import hashlib
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.errors import InvalidRequest, ModelNotFound, PromptTooLong
-from kv_transfer.messages import SamplingParameters
+from kv_transfer.messages import LogprobsMode, SamplingParameters
 from router.gateway.schema import GenerationFields
 from router.gateway.tokenizer import TextTokenizer
 
@@ -79,15 +81,79 @@ def check_prompt_bytes(num_bytes: int, max_token_bytes: int, limit_tokens: int, 
         raise PromptTooLong(f"the prompt has at least {at_least} tokens and the model's context is {limit_tokens}; shorten it", param=param)
 
 
-def make_sampling(request: GenerationFields, model: ServedModel, max_tokens: int) -> SamplingParameters:
-    """Sampling parameters with every default filled in. The seed is minted here, so that every attempt draws the same."""
+def make_sampling(
+    request: GenerationFields,
+    model: ServedModel,
+    max_tokens: int,
+    *,
+    bad_words: Sequence[Sequence[int]] = (),
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW,
+) -> SamplingParameters:
+    """Sampling parameters with every default filled in. The seed is minted here, so that every attempt draws the same.
+
+    bad_words: the request's, as tokens. Raises InvalidRequest for what only the model's limits show to be wrong.
+    """
     end_ids = () if request.ignore_eos else model.eos_token_ids
     top_k = model.top_k if request.top_k is None else request.top_k
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens} and at most {max_tokens} tokens may be generated", param="min_tokens")
+    bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
+    allowed = tuple(dict.fromkeys(request.allowed_token_ids or ()))
+    _check_ids(bias, model, "logit_bias")
+    _check_ids(allowed, model, "allowed_token_ids")
     return SamplingParameters(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if request.seed is None else request.seed & SEED_MASK,
-        temperature=model.temperature if request.temperature is None else request.temperature,
-        top_p=model.top_p if request.top_p is None else request.top_p,
+        temperature=_or(request.temperature, model.temperature),
+        top_p=_or(request.top_p, model.top_p),
         top_k=max(top_k, 0),
         stop_token_ids=tuple(dict.fromkeys((*end_ids, *(request.stop_token_ids or ())))),
+        min_p=_or(request.min_p, 0.0),
+        min_tokens=min_tokens,
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        logit_bias=tuple(sorted(bias.items())),
+        allowed_token_ids=allowed,
+        bad_words=tuple(map(tuple, bad_words)),
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.num_prompt_logprobs,
+        logprobs_mode=logprobs_mode,
     )
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else float(value)
+
+
+def _check_ids(ids: Iterable[int], model: ServedModel, param: str) -> None:
+    for token in ids:
+        if not 0 <= token < model.num_token_ids:
+            raise InvalidRequest(f"{param}: {token} is no token id; this model's are 0 to {model.num_token_ids - 1}", param=param)
+
+
+def check_prompt_logprobs(num_prompt_tokens: int, num_each: int, limit: int, param: str) -> None:
+    """Raise InvalidRequest when more log-probabilities of a prompt are asked for than one answer may carry."""
+    wanted = num_prompt_tokens * (num_each + 1)
+    if num_each >= 0 and wanted > limit:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens and {num_each + 1} log-probabilities are asked for at each, together {wanted}; "
+            f"this server tells at most {limit}. Ask for fewer or shorten the prompt.",
+            param=param,
+        )
+
+
+def tokenise_bad_words(words: Sequence[str], tokenizer: TextTokenizer) -> list[list[int]]:
+    """Each word at the start of a text and after a space, which are different tokens, each sequence once."""
+    spellings = [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip()) if word.strip()]
+    found = dict.fromkeys(tuple(ids) for ids in tokenizer.encode_runs(spellings)) if spellings else {}
+    return [list(ids) for ids in found if ids]
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of one of several answers to a prompt: the first has the request's own, so asking for more does not change it."""
+    if choice == 0:
+        return seed
+    digest = hashlib.sha256(b"choice" + seed.to_bytes(8, "little") + choice.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest[:8], "little") & SEED_MASK

@@ -12,10 +12,17 @@ from kv_transfer.errors import InvalidRequest, UnsupportedParameter
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 16384
+MAX_BAD_WORDS = 128
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+TokenIdField = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+LogprobsCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -64,8 +71,18 @@ class GenerationFields(_Open):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[TokenIdField], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=MAX_BIASED_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenIdField], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS)] | None = None
+    prompt_logprobs: LogprobsCount | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -79,6 +96,21 @@ class GenerationFields(_Open):
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int:
+        """How many of the largest log-probabilities to tell beside a token's own; -1 for none at all."""
+        return -1
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """The same for the tokens of the prompt."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
 
 class ChatRequest(GenerationFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -86,6 +118,13 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobsCount | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """See GenerationFields."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
 
 
 class CompletionRequest(GenerationFields):
@@ -96,6 +135,17 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     return_token_ids: bool | None = None
     """As vLLM's: the choice carries the output's token ids beside its text."""
+    logprobs: LogprobsCount | None = None
+
+    @property
+    def num_logprobs(self) -> int:
+        """See GenerationFields."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """See GenerationFields: an echoed prompt is told about like the answer."""
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
 
 _ANY = object()
@@ -103,15 +153,12 @@ _ANY = object()
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),
-    "allowed_token_ids": (None,),
     "audio": (None,),
-    "bad_words": (None, []),
     "best_of": (None, 1),
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
     "ebnf": (None,),
-    "frequency_penalty": (None, 0),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_choice": (None,),
@@ -120,24 +167,15 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
     "json_schema": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
     "modalities": (None, ["text"]),
-    "n": (None, 1),
     "parallel_tool_calls": (_ANY,),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
     "regex": (None,),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
@@ -155,6 +193,7 @@ def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
         raise _explain(error) from None
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options are for streams; set stream to true or leave them out", param="stream_options")
+    _check_together(request)
     for name, value in (request.model_extra or {}).items():
         neutral = NEUTRAL_VALUES.get(name)
         if neutral is not None and not _is_neutral(value, neutral):
@@ -162,6 +201,17 @@ def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
                 f"{name} with this value is not supported by this server and would change the answer; leave it out", param=name
             )
     return request
+
+
+def _check_together(request: GenerationFields) -> None:
+    """Rules between fields. Raises InvalidRequest."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequest("prompt_logprobs come with a whole answer; leave out stream", param="prompt_logprobs")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs are told only where logprobs is true", param="top_logprobs")
+    for key in request.logit_bias or ():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise InvalidRequest(f"logit_bias: {key[:32]!r} is no token id", param="logit_bias")
 
 
 def find_ignored_fields(request: GenerationFields) -> list[str]:

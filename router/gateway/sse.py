@@ -54,32 +54,43 @@ class _Chunks:
 
 
 class ChatChunks(_Chunks):
-    """Chunks of a chat completion. reasoning_fields: names that thinking is sent under."""
+    """Chunks of a chat completion. reasoning_fields: names that thinking is sent under. logprobs: as JSON can write them, or None."""
 
     def __init__(
-        self, response_id: str, created_s: int, model: str, *, has_usage: bool, reasoning_fields: Sequence[str]
-    ) -> None:  # fmt: skip
+        self,
+        response_id: str,
+        created_s: int,
+        model: str,
+        *,
+        has_usage: bool,
+        reasoning_fields: Sequence[str],
+        num_choices: int = 1,
+    ) -> None:
         super().__init__("chat.completion.chunk", response_id, created_s, model, has_usage=has_usage)
-        self._open = self._head + b'{"index":0,"delta":'
+        self._opens = [self._head + b'{"index":%d,"delta":' % index for index in range(num_choices)]
         self._reasoning_fields = [b'"' + name.encode() + b'":' for name in reasoning_fields]
 
-    def role(self) -> bytes:
-        """The first chunk."""
-        return self._open + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + self._close(None)
+    def role(self, index: int) -> bytes:
+        """The first chunk of a choice."""
+        return self._delta(index, b'{"role":"assistant","content":""}', None, None)
 
-    def reasoning(self, text: str, usage: dict[str, Any] | None) -> bytes:
+    def reasoning(self, index: int, text: str, logprobs: Any, usage: dict[str, Any] | None) -> bytes:
         """More thinking."""
         encoded = _json(text)
         delta = b"{" + b",".join([field + encoded for field in self._reasoning_fields]) + b"}"
-        return self._open + delta + b',"logprobs":null,"finish_reason":null}' + self._close(usage)
+        return self._delta(index, delta, logprobs, usage)
 
-    def content(self, text: str, usage: dict[str, Any] | None) -> bytes:
+    def content(self, index: int, text: str, logprobs: Any, usage: dict[str, Any] | None) -> bytes:
         """More of the answer."""
-        return self._open + b'{"content":' + _json(text) + b'},"logprobs":null,"finish_reason":null}' + self._close(usage)
+        return self._delta(index, b'{"content":' + _json(text) + b"}", logprobs, usage)
 
-    def finish(self, finish_reason: str, usage: dict[str, Any] | None) -> bytes:
-        """The last chunk with a choice."""
-        return self._open + b'{},"logprobs":null,"finish_reason":' + _json(finish_reason) + b"}" + self._close(usage)
+    def finish(self, index: int, finish_reason: str, logprobs: Any, usage: dict[str, Any] | None) -> bytes:
+        """The last chunk of a choice."""
+        return self._delta(index, b"{}", logprobs, usage, _json(finish_reason))
+
+    def _delta(self, index: int, delta: bytes, logprobs: Any, usage: dict[str, Any] | None, reason: bytes = b"null") -> bytes:
+        told = b"null" if logprobs is None else _json(logprobs)
+        return self._opens[index] + delta + b',"logprobs":' + told + b',"finish_reason":' + reason + b"}" + self._close(usage)
 
 
 class CompletionChunks(_Chunks):
@@ -95,38 +106,35 @@ class CompletionChunks(_Chunks):
         finish_reason: str | None,
         usage: dict[str, Any] | None,
         token_ids: Sequence[int] | None = None,
+        logprobs: Any = None,
     ) -> bytes:
-        """More of one choice; token_ids where the client asked for them."""
+        """More of one choice; token_ids and logprobs where the client asked for them."""
         reason = b"null" if finish_reason is None else _json(finish_reason)
         ids = b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
-        choice = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b%b}' % (index, _json(text), reason, ids)
+        told = b"null" if logprobs is None else _json(logprobs)
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (index, _json(text), told, reason, ids)
         return self._head + choice + self._close(usage)
 
 
 def chat_body(
-    response_id: str, created_s: int, model: str, message: dict[str, Any], finish_reason: str | None, usage: dict[str, Any]
-) -> bytes:  # fmt: skip
-    """A whole chat completion."""
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return _json(
-        {"id": response_id, "object": "chat.completion", "created": created_s, "model": model, "choices": [choice], "usage": usage}
-    )
-
-
-def completion_body(
     response_id: str,
     created_s: int,
     model: str,
-    choices: Sequence[tuple[str, str | None]],
+    choices: Sequence[dict[str, Any]],
     usage: dict[str, Any],
-    token_ids: Sequence[Sequence[int]] | None = None,
+    prompt_logprobs: Any = None,
 ) -> bytes:
-    """A whole completion; choices are (text, finish reason) by prompt number, token_ids as well where they were asked for."""
-    items: list[dict[str, Any]] = [
-        {"index": index, "text": text, "logprobs": None, "finish_reason": reason} for index, (text, reason) in enumerate(choices)
-    ]
-    for item, ids in zip(items, token_ids or (), strict=False):
-        item["token_ids"] = ids
+    """A whole chat completion. prompt_logprobs: None where they were not asked for."""
+    body = {"id": response_id, "object": "chat.completion", "created": created_s, "model": model, "choices": choices, "usage": usage}
+    if prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs
+    return _json(body)
+
+
+def completion_body(
+    response_id: str, created_s: int, model: str, choices: Sequence[dict[str, Any]], usage: dict[str, Any]
+) -> bytes:  # fmt: skip
+    """A whole completion."""
     return _json(
-        {"id": response_id, "object": "text_completion", "created": created_s, "model": model, "choices": items, "usage": usage}
+        {"id": response_id, "object": "text_completion", "created": created_s, "model": model, "choices": choices, "usage": usage}
     )  # fmt: skip

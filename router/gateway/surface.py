@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
-from kv_transfer.errors import ServingError, UnsupportedParameter
+from kv_transfer.errors import InvalidRequest, ServingError, UnsupportedParameter
 from kv_transfer.identity import RequestId, pack_tokens
-from kv_transfer.messages import SamplingParameters
+from kv_transfer.messages import LogprobsMode, SamplingParameters
 from router.config import GatewayConfig
 from router.gateway import sse
 from router.gateway.answer import Answer, TextDelta
@@ -24,8 +25,9 @@ from router.gateway.chat_template import ChatEncoder
 from router.gateway.errors import error_body
 from router.gateway.exchange import ClientGone, Exchange
 from router.gateway.generation import Generation
+from router.gateway.logprobs import TokenTexts
 from router.gateway.metrics import GatewayMetrics
-from router.gateway.sampling import ServedModel
+from router.gateway.sampling import ServedModel, check_prompt_logprobs, choice_seed, make_sampling, tokenise_bad_words
 from router.gateway.schema import GenerationFields, find_ignored_fields
 from router.gateway.tokenizer import TextTokenizer
 from router.relay import Relay
@@ -47,6 +49,11 @@ class GatewayParts:
     chat_encoder: ChatEncoder
     relay: Relay
     metrics: GatewayMetrics
+
+    @property
+    def token_texts(self) -> TokenTexts:
+        """Tokens as clients read them."""
+        return TokenTexts(self.tokenizer.token_bytes, self.tokenizer.special_ids)
 
     @property
     def context_tokens(self) -> int:
@@ -182,8 +189,46 @@ class GeneratingEndpoint(ABC):
     def make_answer(self, request: GenerationFields, sampling: SamplingParameters, think_end_id: int | None) -> Answer:
         """The text side of one choice."""
         return Answer(
-            self.parts.tokenizer, stops=request.stop_strings, end_ids=frozenset(sampling.stop_token_ids), think_end_id=think_end_id
-        )  # fmt: skip
+            self.parts.tokenizer,
+            stops=request.stop_strings,
+            end_ids=frozenset(sampling.stop_token_ids),
+            think_end_id=think_end_id,
+            min_tokens=sampling.min_tokens,
+        )
+
+    def check_choices(self, num_prompts: int, request: GenerationFields) -> None:
+        """Raise InvalidRequest when one request asks for too many answers."""
+        limit = self.parts.config.max_prompts_per_request
+        if num_prompts > limit:
+            raise InvalidRequest(f"{num_prompts} prompts in one request; at most {limit}", param="prompt")
+        if num_prompts * request.num_choices > limit:
+            raise InvalidRequest(f"{num_prompts} x {request.num_choices} answers in one request; at most {limit}", param="n")
+
+    def make_sampling(self, request: GenerationFields, max_tokens: int, num_prompt_tokens: int, param: str) -> SamplingParameters:
+        """Sampling parameters of one prompt. Raises InvalidRequest; `param` names the prompt."""
+        parts = self.parts
+        check_prompt_logprobs(num_prompt_tokens, request.num_prompt_logprobs, parts.config.max_prompt_logprobs, param)
+        return make_sampling(
+            request,
+            parts.model,
+            max_tokens,
+            bad_words=tokenise_bad_words(request.bad_words or (), parts.tokenizer),
+            logprobs_mode=LogprobsMode(parts.config.logprobs_mode),
+        )
+
+    def make_legs(
+        self, request: GenerationFields, name: str, tokens: Sequence[int], sampling: SamplingParameters
+    ) -> list[GenerationRequest]:
+        """One request per choice of a prompt, each with its own seed. Only the first is asked about the prompt."""
+        legs = []
+        for choice in range(request.num_choices):
+            own = msgspec.structs.replace(
+                sampling,
+                seed=choice_seed(sampling.seed, choice),
+                prompt_logprobs=sampling.prompt_logprobs if choice == 0 else -1,
+            )
+            legs.append(self.make_request(f"{name}-{choice}" if choice else name, tokens, own, request.cache_salt))
+        return legs
 
 
 def new_response_id(prefix: str) -> str:

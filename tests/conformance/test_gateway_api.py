@@ -207,11 +207,14 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": 8192}, "context_length_exceeded", "messages"),
     ({"temperature": -1}, "invalid_request", "temperature"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
-    ({"logprobs": True}, "unsupported_parameter", "logprobs"),
-    ({"n": 2}, "unsupported_parameter", "n"),
+    ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
+    ({"n": 129}, "invalid_request", "n"),
+    ({"best_of": 2}, "unsupported_parameter", "best_of"),
     ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
-    ({"presence_penalty": 0.5}, "unsupported_parameter", "presence_penalty"),
-    ({"logit_bias": {"5": 1}}, "unsupported_parameter", "logit_bias"),
+    ({"presence_penalty": 2.5}, "invalid_request", "presence_penalty"),
+    ({"logit_bias": {"2560": 1}}, "invalid_request", "logit_bias"),
+    ({"min_tokens": 9, "max_tokens": 8}, "invalid_request", "min_tokens"),
+    ({"allowed_token_ids": [2560]}, "invalid_request", "allowed_token_ids"),
     ({"chat_template_kwargs": {"messages": []}}, "invalid_request", "chat_template_kwargs.messages"),
 ]
 
@@ -234,7 +237,8 @@ def test_chat_refusals(gateway: RunningGateway, fields: dict[str, Any], code: st
         ({"prompt": {"text": "x"}}, "invalid_request", "prompt"),
         ({"best_of": 2}, "unsupported_parameter", "best_of"),
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
-        ({"logprobs": 1}, "unsupported_parameter", "logprobs"),
+        ({"logprobs": 21}, "invalid_request", "logprobs"),
+        ({"prompt": ["a"] * 65, "n": 2}, "invalid_request", "n"),
     ],
 )
 def test_completion_refusals(gateway: RunningGateway, fields: dict[str, Any], code: str, param: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from kv_transfer.config import WireConfig
 from kv_transfer.directory import DirectoryServer
 from kv_transfer.errors import PeerLost
@@ -34,6 +36,7 @@ from kv_transfer.messages import (
     SinkReady,
     StartSource,
     TokenDelta,
+    TokenLogprobs,
     Tokens,
     WorkerAddress,
     WorkerEntry,
@@ -89,6 +92,23 @@ class Sequence_:  # noqa: N801 - Sequence is taken
     output: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     task: "asyncio.Task[None] | None" = None
+
+
+def _with_logprobs(delta: TokenDelta, opened: OpenSink) -> TokenDelta:
+    """Numbers that tell places apart: -1/8 for the first place, -2/8 for the second ..., and the next ids beside the token."""
+    sampling = opened.sampling
+
+    def told(token: int, place: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(-(place + 1) / 8, 1, tuple((token + other, -(place + 1) / 8 - other) for other in range(count)))
+
+    if sampling.logprobs >= 0:
+        own = [told(token, delta.first_index + number, sampling.logprobs) for number, token in enumerate(delta.tokens)]
+        delta = msgspec.structs.replace(delta, logprobs=tuple(own))
+    if sampling.prompt_logprobs >= 0 and delta.first_index == 0:
+        prompt = unpack_tokens(opened.tokens)[1 : opened.num_prompt_tokens]
+        scored = [told(token, place, sampling.prompt_logprobs) for place, token in enumerate(prompt, start=1)]
+        delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(scored))
+    return delta
 
 
 class FakeWorker:
@@ -291,7 +311,8 @@ class FakeWorker:
         skip = max(first_index - sequence.opened.first_index, 0)
         tokens = tuple(sequence.output[skip:])
         try:
-            sequence.link.post(Tokens((TokenDelta(transfer, first_index, tokens, sequence.finish, self.cluster.num_cached_tokens),)))
+            delta = TokenDelta(transfer, first_index, tokens, sequence.finish, self.cluster.num_cached_tokens)
+            sequence.link.post(Tokens((_with_logprobs(delta, sequence.opened),)))
         except PeerLost:
             return
 

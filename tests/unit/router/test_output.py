@@ -3,7 +3,7 @@
 import asyncio
 
 from kv_transfer.errors import WorkerLost
-from kv_transfer.messages import FinishReason
+from kv_transfer.messages import FinishReason, TokenLogprobs
 from router.output import Output, Wakeup
 
 
@@ -14,6 +14,14 @@ def test_tokens_coalesce_until_they_are_taken() -> None:
     assert output.take() == [1, 2, 3]
     assert output.take() == []
     assert (output.finish, output.error) == (FinishReason.STOP, None)
+
+
+def test_log_probabilities_come_with_their_tokens() -> None:
+    output = Output(Wakeup())
+    told = [TokenLogprobs(-float(number), 1) for number in range(3)]
+    output.put((1, 2), None, told[:2])
+    output.put((3,), None, told[2:])
+    assert (output.take(), output.take_logprobs(), output.take_logprobs()) == ([1, 2, 3], tuple(told), ())
 
 
 def test_a_wakeup_is_not_lost_and_does_not_repeat() -> None:

@@ -20,6 +20,7 @@ from kv_transfer.messages import (
     SinkReady,
     StartSource,
     TokenDelta,
+    TokenLogprobs,
     WorkerAddress,
 )
 from router.config import RouterConfig
@@ -104,6 +105,36 @@ def test_a_calm_life() -> None:
     assert left(effects) == Leave(transfer(), PAIR, (DECODE, PREFILL), False, "done")
     assert ended(effects) == Ended(RequestState.DONE, "done", None)
     assert flow.tick(1e6) == flow.abort("late") == flow.finish("late") == []
+
+
+def test_log_probabilities_stay_with_their_tokens_when_a_delta_overlaps() -> None:
+    flow = make_flow()
+    place(flow)
+    start(flow)
+    told = tuple(TokenLogprobs(-float(number), 1) for number in range(3))
+    stream(flow, 0, (7,))
+    delta = TokenDelta(transfer(), 0, (7, 8, 9), None, 2, 0, told, told[:2])
+    (effect,) = flow.receive_tokens(DECODE, delta, 0.0)
+    assert isinstance(effect, Deliver)
+    assert (list(effect.tokens), list(effect.logprobs)) == ([8, 9], list(told[1:]))
+
+
+def test_a_prompt_is_scored_under_a_salt_of_its_own_until_its_first_token_has_come() -> None:
+    flow = make_flow()
+    flow.request = msgspec.structs.replace(
+        flow.request, sampling=msgspec.structs.replace(flow.request.sampling, prompt_logprobs=2), cache_salt=b"s"
+    )
+    first = place(flow)
+    assert first.cache_salt.startswith(b"s\0score")
+    assert start(flow).cache_salt == first.cache_salt
+    flow.worker_lost(DECODE, 0.0)
+    second = place(flow, flow.not_before_s)
+    assert second.sampling.prompt_logprobs == 2
+    assert second.cache_salt not in (first.cache_salt, b"s"), "what the first attempt has cached has no logits either"
+    stream(flow, 0, (7,), flow.not_before_s)
+    flow.worker_lost(DECODE, flow.not_before_s)
+    third = place(flow, flow.not_before_s)
+    assert (third.sampling.prompt_logprobs, third.cache_salt, third.first_index) == (-1, b"s", 1)
 
 
 def test_decode_alone_needs_no_start() -> None:

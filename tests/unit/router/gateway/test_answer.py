@@ -62,6 +62,13 @@ def test_a_stop_string_ends_the_answer_before_itself(tokenizer: TextTokenizer) -
     assert answer.num_tokens == len(delta.tokens) < len(tokens)
 
 
+def test_stop_strings_are_not_looked_for_in_the_least_tokens(tokenizer: TextTokenizer) -> None:
+    tokens = tokenizer.encode_raw("so and so and so on")
+    first = len(tokenizer.encode_raw("so"))
+    answer = Answer(tokenizer, stops=["so"], end_ids=(), think_end_id=None, min_tokens=first)
+    assert said(answer.feed(tokens, None)) == ("", "so and ", "stop")
+
+
 def test_a_stop_string_ends_thinking_as_well_and_does_not_reach_across(tokenizer: TextTokenizer) -> None:
     assert said(make(tokenizer, "me").feed(tokenizer.encode_raw("Let me see.</think>It"), None)) == ("Let ", "", "stop")
     assert said(make(tokenizer, "see.It").feed(tokenizer.encode_raw("Let me see.</think>It"), LENGTH)) == ("Let me see.", "It", "length")

@@ -6,7 +6,16 @@ from typing import Any, ClassVar
 import pytest
 
 from kv_transfer.errors import InvalidRequest, ModelNotFound, PromptTooLong
-from router.gateway.sampling import ServedModel, check_context, check_prompt_bytes, describe_model, make_sampling
+from router.gateway.sampling import (
+    ServedModel,
+    check_context,
+    check_prompt_bytes,
+    check_prompt_logprobs,
+    choice_seed,
+    describe_model,
+    make_sampling,
+    tokenise_bad_words,
+)
 from router.gateway.schema import CompletionRequest, parse_request
 from router.gateway.tokenizer import TextTokenizer
 
@@ -41,6 +50,49 @@ def test_end_tokens_are_the_models_and_the_clients() -> None:
     assert make_sampling(request(stop_token_ids=[9, 7]), MODEL, 1).stop_token_ids == (7, 8, 9)
     assert make_sampling(request(ignore_eos=True), MODEL, 1).stop_token_ids == ()
     assert make_sampling(request(ignore_eos=True, stop_token_ids=[7]), MODEL, 1).stop_token_ids == (7,)
+
+
+def test_everything_asked_for_is_passed_on() -> None:
+    asked = request(
+        min_p=0.1, min_tokens=2, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=1, logit_bias={"9": -100, "5": 1.5},
+        allowed_token_ids=[4, 5, 4], logprobs=3, prompt_logprobs=1,
+    )  # fmt: skip
+    sampling = make_sampling(asked, MODEL, 5, bad_words=[[1, 2]])
+    assert (sampling.min_p, sampling.min_tokens, sampling.repetition_penalty) == (0.1, 2, 1.2)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 1.0)
+    assert (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words) == (((5, 1.5), (9, -100.0)), (4, 5), ((1, 2),))
+    assert (sampling.logprobs, sampling.prompt_logprobs) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"min_tokens": 6}, "min_tokens"), ({"logit_bias": {"50": 1}}, "logit_bias"), ({"allowed_token_ids": [50]}, "allowed_token_ids")],
+)
+def test_what_the_models_limits_forbid_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make_sampling(request(**fields), MODEL, 5)
+    assert caught.value.param == param
+
+
+def test_each_choice_has_its_own_seed_and_the_first_the_requests() -> None:
+    seeds = [choice_seed(5, choice) for choice in range(128)]
+    assert seeds == [choice_seed(5, choice) for choice in range(128)]
+    assert (seeds[0], len(set(seeds)), min(seeds) >= 0, max(seeds) < 2**63) == (5, 128, True, True)
+    assert not set(seeds[1:]) & {choice_seed(6, choice) for choice in range(128)}
+
+
+def test_bad_words_are_meant_at_a_start_and_after_a_space(tokenizer: TextTokenizer) -> None:
+    assert tokenise_bad_words(["river", " river"], tokenizer) == [*tokenizer.encode_runs(["river"]), *tokenizer.encode_runs([" river"])]
+    assert tokenise_bad_words(["  "], tokenizer) == []
+    (spelled,) = tokenizer.encode_runs(["<|user|>"])
+    assert tokenise_bad_words(["<|user|>"], tokenizer)[0] == spelled, "a control spelling is text here as well"
+
+
+def test_a_prompts_logprobs_have_a_limit() -> None:
+    check_prompt_logprobs(10, 4, 50, "prompt")
+    check_prompt_logprobs(1000, -1, 50, "prompt")
+    with pytest.raises(InvalidRequest, match="together 55"):
+        check_prompt_logprobs(11, 4, 50, "prompt")
 
 
 def test_the_context_is_prompt_and_output() -> None:

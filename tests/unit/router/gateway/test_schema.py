@@ -45,6 +45,29 @@ def refuse(**fields: Any) -> InvalidRequest:
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ["a", 5]}, "stop.1"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"presence_penalty": "much"}, "presence_penalty"),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids.0"),
+        ({"bad_words": [""]}, "bad_words.0"),
+        ({"bad_words": "no"}, "bad_words"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"user": 5}, "user"),
@@ -97,6 +120,7 @@ def test_known_parameters_are_taken_with_values_that_change_nothing_and_refused_
 def test_zero_and_false_are_not_confused() -> None:
     assert refuse(n=True).param == "n"
     assert refuse(logprobs=0).param == "logprobs"
+    assert refuse(use_beam_search=0).param == "use_beam_search"
     assert find_ignored_fields(chat(presence_penalty=0.0, n=1)) == []
 
 
@@ -136,6 +160,18 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
         parse_prompts(prompt)
     assert caught.value.param is not None
     assert caught.value.param.startswith("prompt")
+
+
+def test_logprobs_in_both_forms_are_one_number() -> None:
+    assert (chat().num_logprobs, chat(logprobs=False).num_logprobs, chat(logprobs=True).num_logprobs) == (-1, -1, 0)
+    assert chat(logprobs=True, top_logprobs=4).num_logprobs == 4
+
+    def completion(**fields: Any) -> tuple[int, int]:
+        request = parse_request(CompletionRequest, json.dumps({"model": "glm", "prompt": "x", **fields}).encode())
+        return request.num_logprobs, request.num_prompt_logprobs
+
+    assert (completion(), completion(logprobs=0), completion(logprobs=3)) == ((-1, -1), (0, -1), (3, -1))
+    assert (completion(echo=True), completion(echo=True, logprobs=2), completion(prompt_logprobs=1)) == ((-1, -1), (2, 2), (-1, 1))
 
 
 def test_completions_may_ask_for_no_tokens() -> None:
