@@ -8,9 +8,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from glm_runtime.sampling.parameters import reads_history
+from kv_transfer.request_values import SamplingParameters
+
 Ids = NDArray[np.int64]
 Counts = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+
+def open_history(packed: bytes | bytearray, num_prompt_tokens: int, given: SamplingParameters) -> "TokenHistory | None":
+    """The history of packed tokens, prompt first and then output; None where `given` reads none."""
+    if not reads_history(given):
+        return None
+    tokens = np.frombuffer(bytes(packed), dtype="<i4")
+    return TokenHistory(tokens[:num_prompt_tokens], tokens[num_prompt_tokens:].tolist())
 
 
 class TokenHistory:
