@@ -74,6 +74,8 @@ class GatewayConfig:
     max_model_len_tokens: int = 0
     """Upper limit of prompt + output; 0 takes the checkpoint's. What the workers announce lowers it further."""
     max_prompts_per_request: int = 128
+    grammar_check_s: float = 1.0
+    """A schema, regex or grammar that takes longer to compile is a 400."""
     completions_default_max_tokens: int = 16
     strict_fields: bool = False
     control_tokens_in_text: bool = False

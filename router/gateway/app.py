@@ -24,6 +24,7 @@ from router.gateway.chat_template import ChatEncoder, ChatTemplate, read_pinned_
 from router.gateway.completions import CompletionEndpoint
 from router.gateway.edge import Edge
 from router.gateway.errors import MethodNotAllowed, NotFound, error_reply
+from router.gateway.grammar_checker import GrammarChecker
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.sampling import describe_model
 from router.gateway.status import describe_status
@@ -49,6 +50,7 @@ class Gateway:
         )  # fmt: skip
         self.relay = self.service.relay
         self.metrics.watch(self.relay)
+        self.grammar_checker = GrammarChecker(config.gateway.grammar_check_s)
         self.parts = _make_parts(config.gateway, self)
         self.version = metadata.version(DISTRIBUTION)
         self.started_s = time.monotonic()
@@ -87,6 +89,7 @@ class Gateway:
             yield
         finally:
             await self.service.close()
+            await self.grammar_checker.close()
 
 
 def _make_parts(config: GatewayConfig, gateway: Gateway) -> GatewayParts:
@@ -97,6 +100,7 @@ def _make_parts(config: GatewayConfig, gateway: Gateway) -> GatewayParts:
         model=describe_model(config.model_name, tokenizer, config.max_model_len_tokens),
         tokenizer=tokenizer,
         chat_encoder=encoder,
+        grammar_checker=gateway.grammar_checker,
         relay=gateway.relay,
         metrics=gateway.metrics,
     )

@@ -7,13 +7,16 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from kv_transfer.errors import InvalidRequest, UnsupportedParameter
 from router.gateway import sse
 from router.gateway.answer import TextDelta
-from router.gateway.chat_template import END_OF_THINKING, RESERVED_VARIABLES
+from router.gateway.chat_template import END_OF_THINKING, RESERVED_VARIABLES, START_OF_THINKING
 from router.gateway.exchange import Exchange
 from router.gateway.generation import Generation
 from router.gateway.logprobs import chat_logprobs, prompt_logprobs
+from router.gateway.reasoning import find_think_end
 from router.gateway.sampling import check_context, check_prompt_bytes
 from router.gateway.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
@@ -32,16 +35,22 @@ class ChatEndpoint(GeneratingEndpoint):
         parts.model.check_name(request.model)
         self.note_ignored(exchange, request)
         self.check_choices(1, request)
+        grammar = await self.check_grammar(exchange, request)
         parts.relay.admit(request.num_choices)
         messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
         variables = template_variables(request)
         limit = parts.context_tokens
         tokens = await self.tokenise(len(body), lambda: self._encode(messages, variables, limit))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        sampling = self.make_sampling(request, check_context(len(tokens), asked, limit, "messages"), len(tokens), "messages")
+        max_tokens = check_context(len(tokens), asked, limit, "messages")
+        control_id = parts.tokenizer.control_id
+        think_end_id = find_think_end(tokens, control_id(START_OF_THINKING), control_id(END_OF_THINKING))
+        if grammar is not None and think_end_id is not None:
+            grammar = msgspec.structs.replace(grammar, after_token=think_end_id)
+        sampling = self.make_sampling(request, max_tokens, len(tokens), "messages", grammar)
         response_id = new_response_id("chatcmpl")
         legs = self.make_legs(request, response_id, tokens, sampling)
-        answers = [self.make_answer(request, leg.sampling, parts.tokenizer.control_id(END_OF_THINKING)) for leg in legs]
+        answers = [self.make_answer(request, leg.sampling, think_end_id) for leg in legs]
         generation = Generation(parts.relay, legs, answers, num_choices=request.num_choices)
         return request, generation, ChatWriter(parts, request, response_id, tokens)
 

@@ -32,6 +32,7 @@ class CompletionEndpoint(GeneratingEndpoint):
         self.note_ignored(exchange, request)
         prompts = parse_prompts(request.prompt)
         self.check_choices(len(prompts), request)
+        grammar = await self.check_grammar(exchange, request)
         asked = parts.config.completions_default_max_tokens if request.max_tokens is None else request.max_tokens
         if asked == 0 and not request.echo:
             raise InvalidRequest("max_tokens is 0, so nothing would be answered; ask for at least 1 or set echo", param="max_tokens")
@@ -45,7 +46,7 @@ class CompletionEndpoint(GeneratingEndpoint):
             tokens = await self._tokenise_prompt(prompt)
             check_context(len(tokens), asked, parts.context_tokens, "prompt")
             # Each prompt draws its own numbers, unless the client fixed the seed.
-            sampling = self.make_sampling(request, asked, len(tokens), "prompt")
+            sampling = self.make_sampling(request, asked, len(tokens), "prompt", grammar)
             legs += self.make_legs(request, f"{response_id}-{index}", tokens, sampling)
             answers += [self.make_answer(request, sampling, None) for _ in range(request.num_choices)]
             echoes.append(EchoedPrompt(tokens, self._prompt_text(prompt) if request.echo else ""))

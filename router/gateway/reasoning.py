@@ -1,10 +1,16 @@
 """Splits thinking from answer at the `</think>` token.
 
-Knows: the template ends with `<think>`, so an answer begins inside thinking. Matches token ids, never text: tags that the model
-spells out as plain text stay text. Does not know what the tokens say.
+Knows: a prompt that ends inside `<think>`, as this template's do, has an answer that begins there. Matches token ids, never text:
+tags that the model spells out as plain text stay text. Does not know what the tokens say.
 """
 
 from collections.abc import Sequence
+
+
+def find_think_end(prompt: Sequence[int], start_id: int | None, end_id: int | None) -> int | None:
+    """The token that will end the thinking which the prompt has opened; None where it opens none, or has ended it."""
+    last_tag = next((token for token in reversed(prompt) if token in (start_id, end_id)), None)
+    return end_id if last_tag is not None and last_tag == start_id else None
 
 
 class ReasoningSplitter:

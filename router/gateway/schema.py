@@ -6,9 +6,11 @@ tokens or limits of the model (`sampling.py`).
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from kv_transfer.errors import InvalidRequest, UnsupportedParameter
+from router.gateway.grammar_fields import FIELD_NAMES as GRAMMAR_FIELD_NAMES
+from router.gateway.grammar_fields import GrammarFields, OpenModel, find_ignored_grammar_fields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -26,34 +28,28 @@ LogprobsCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class _Open(BaseModel):
-    """Unknown fields are kept aside, so that they can be named; types are not coerced."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class StreamOptions(_Open):
+class StreamOptions(OpenModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class ContentPart(_Open):
+class ContentPart(OpenModel):
     type: str
     text: str | None = None
 
 
-class ToolCallFunction(_Open):
+class ToolCallFunction(OpenModel):
     name: str
     arguments: str | dict[str, Any]
 
 
-class ToolCall(_Open):
+class ToolCall(OpenModel):
     id: str | None = None
     type: Literal["function"] | None = None
     function: ToolCallFunction
 
 
-class ChatMessage(_Open):
+class ChatMessage(OpenModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     reasoning_content: str | None = None
@@ -62,8 +58,8 @@ class ChatMessage(_Open):
     tool_call_id: str | None = None
 
 
-class GenerationFields(_Open):
-    """What both endpoints share."""
+class GenerationFields(GrammarFields):
+    """What both endpoints share; what the answer must look like is in `grammar_fields.py`."""
 
     model: str
     temperature: Temperature | None = None
@@ -158,21 +154,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
-    "ebnf": (None,),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
     "include_stop_str_in_output": (None, False),
-    "json_schema": (None,),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (_ANY,),
-    "regex": (None,),
-    "response_format": (None, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
@@ -219,6 +206,7 @@ def find_ignored_fields(request: GenerationFields) -> list[str]:
     ignored = [name for name in request.model_extra or {} if name not in NEUTRAL_VALUES]
     if request.stream_options is not None:
         ignored += [f"stream_options.{name}" for name in request.stream_options.model_extra or {}]
+    ignored += find_ignored_grammar_fields(request)
     if isinstance(request, ChatRequest):
         for index, message in enumerate(request.messages):
             if message.model_extra:  # clients send answers back with empty fields that say nothing
@@ -269,8 +257,11 @@ def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(part for part in location if isinstance(part, int) or part in _FIELD_NAMES)
 
 
-_FIELD_NAMES = frozenset(
-    name
-    for model in (StreamOptions, ContentPart, ToolCallFunction, ToolCall, ChatMessage, ChatRequest, CompletionRequest)
-    for name in model.model_fields
+_FIELD_NAMES = (
+    frozenset(
+        name
+        for model in (StreamOptions, ContentPart, ToolCallFunction, ToolCall, ChatMessage, ChatRequest, CompletionRequest)
+        for name in model.model_fields
+    )
+    | GRAMMAR_FIELD_NAMES
 )

@@ -16,6 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from kv_transfer.errors import InvalidRequest, ServingError, UnsupportedParameter
+from kv_transfer.grammar import GrammarSpec
 from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import LogprobsMode, SamplingParameters
 from router.config import GatewayConfig
@@ -25,6 +26,8 @@ from router.gateway.chat_template import ChatEncoder
 from router.gateway.errors import error_body
 from router.gateway.exchange import ClientGone, Exchange
 from router.gateway.generation import Generation
+from router.gateway.grammar_checker import GrammarChecker
+from router.gateway.grammar_fields import find_grammar
 from router.gateway.logprobs import TokenTexts
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.sampling import ServedModel, check_prompt_logprobs, choice_seed, make_sampling, tokenise_bad_words
@@ -36,6 +39,10 @@ from router.request_flow import GenerationRequest
 logger = logging.getLogger(__name__)
 
 MAX_NAMED_FIELDS = 16
+MAX_WARNING_LENGTH = 512
+UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
+NOT_BESIDE_A_GRAMMAR = ("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens")
+"""What else forbids tokens, or the end that a grammar comes to."""
 UNSAFE_IN_HEADER = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
@@ -47,6 +54,7 @@ class GatewayParts:
     model: ServedModel
     tokenizer: TextTokenizer
     chat_encoder: ChatEncoder
+    grammar_checker: GrammarChecker
     relay: Relay
     metrics: GatewayMetrics
 
@@ -204,17 +212,34 @@ class GeneratingEndpoint(ABC):
         if num_prompts * request.num_choices > limit:
             raise InvalidRequest(f"{num_prompts} x {request.num_choices} answers in one request; at most {limit}", param="n")
 
-    def make_sampling(self, request: GenerationFields, max_tokens: int, num_prompt_tokens: int, param: str) -> SamplingParameters:
+    async def check_grammar(self, exchange: Exchange, request: GenerationFields) -> GrammarSpec | None:
+        """What the answer must look like. Raises InvalidRequest that names the field; what is not enforced is named in a header."""
+        asked = find_grammar(request)
+        if asked is None:
+            return None
+        for name in NOT_BESIDE_A_GRAMMAR:
+            if getattr(request, name):
+                raise InvalidRequest(f"{name} cannot go with {asked.param}: together they may leave no token to choose", param=name)
+        checked = await self.parts.grammar_checker.check(asked)
+        if checked.warnings:
+            text = UNPRINTABLE.sub("?", f"{checked.param}: {'; '.join(checked.warnings)}")
+            exchange.extra_headers.append((b"x-grammar-warnings", text[:MAX_WARNING_LENGTH].encode()))
+        return checked.spec
+
+    def make_sampling(
+        self, request: GenerationFields, max_tokens: int, num_prompt_tokens: int, param: str, grammar: GrammarSpec | None
+    ) -> SamplingParameters:
         """Sampling parameters of one prompt. Raises InvalidRequest; `param` names the prompt."""
         parts = self.parts
         check_prompt_logprobs(num_prompt_tokens, request.num_prompt_logprobs, parts.config.max_prompt_logprobs, param)
-        return make_sampling(
+        sampling = make_sampling(
             request,
             parts.model,
             max_tokens,
             bad_words=tokenise_bad_words(request.bad_words or (), parts.tokenizer),
             logprobs_mode=LogprobsMode(parts.config.logprobs_mode),
         )
+        return msgspec.structs.replace(sampling, grammar=grammar)
 
     def make_legs(
         self, request: GenerationFields, name: str, tokens: Sequence[int], sampling: SamplingParameters
