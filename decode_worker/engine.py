@@ -4,18 +4,22 @@ Knows: how a plan becomes a step and what follows from its result. Does not know
 Between `decide` and `publish` any sequence may be dropped; its blocks stay held by STEP, and what was drawn for it is thrown away.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from operator import sub
 
 from decode_worker.config import DecodeConfig
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeLimits, DecodePlan, DecodeView, PreemptedSequence, decide
 from decode_worker.sequences import DecodeSequence, DecodeSequences, Phase
+from decode_worker.speculative import choose_num_drafts
 from decode_worker.token_outbox import TokenOutbox
-from glm_runtime.engine.chunk_plan import PrefillDemand
+from glm_runtime.engine.chunk_plan import Chunk, PrefillDemand
+from glm_runtime.engine.draft_meter import DraftMeter
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_meter import StepMeter
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.runtime_config import MOST_DRAFTS
 from kv_transfer.block_pool import CACHE, HolderKind
 from kv_transfer.identity import BlockId, SequenceId
 
@@ -33,6 +37,7 @@ class DecodeEngine:
         config: DecodeConfig,
     ) -> None:
         self.meter = StepMeter()
+        self.drafts = DraftMeter()
         self.num_preemptions = 0
         self._model = model
         self._sequences = sequences
@@ -44,6 +49,7 @@ class DecodeEngine:
             max_chunk_tokens=config.max_chunk_tokens,
             block_size_tokens=model.layout.block_size_tokens,
         )
+        self._num_drafts = model.max_drafts
         self._in_step: dict[SequenceId, DecodeSequence] = {}
 
     def take_commands(self, now_s: float) -> None:
@@ -67,7 +73,7 @@ class DecodeEngine:
 
     def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Cache the full blocks, hand out the tokens, finish whoever has the last one."""
-        num_prefill_tokens = plan.num_tokens - sum(len(piece.tokens) == 1 for piece in plan.slices)
+        num_prefill_tokens = sum([piece.num_rows for piece in plan.slices if piece.num_given > 1])
         self.meter.end(num_prefill_tokens, now_s)
         in_step, self._in_step = self._in_step, {}
         self._holders.land()
@@ -83,16 +89,24 @@ class DecodeEngine:
         size = self._limits.block_size_tokens
         running = self._sequences.in_phase(Phase.RUNNING)
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
+        num_drafts = tuple([self._num_drafts_of(sequence) for sequence in running]) if self._num_drafts else ()
         num_available = self._model.pool.num_unpromised
         num_full = free_slots.count(0)
+        is_roomy = min(map(sub, free_slots, num_drafts), default=1) > 0 if num_drafts else not num_full
         return DecodeView(
             running=tuple([sequence.sequence_id for sequence in running]),
             free_slots=free_slots,
-            credit_blocks=tuple([self._receiver.credit_blocks(sequence) for sequence in running]) if num_full else (),
+            credit_blocks=tuple([self._receiver.credit_blocks(sequence) for sequence in running]) if not is_roomy else (),
             freed_blocks=tuple([self._freed_blocks(sequence) for sequence in running]) if num_full > num_available else (),
             filling=tuple([_demand_of(sequence) for sequence in self._sequences.in_phase(Phase.FILLING)]),
             preempted=tuple([self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)]),
             num_available_blocks=num_available,
+            num_drafts=num_drafts,
+        )
+
+    def _num_drafts_of(self, sequence: DecodeSequence) -> int:
+        return choose_num_drafts(
+            num_available=sequence.num_available_drafts, num_wanted=self._num_drafts, num_left_tokens=sequence.num_left_tokens
         )
 
     def _freed_blocks(self, sequence: DecodeSequence) -> int:
@@ -121,38 +135,71 @@ class DecodeEngine:
         return [sequence for sequence_id in sequence_ids if (sequence := self._sequences.of_id(sequence_id)) is not None]
 
     def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
-        for sequence in self._known(plan.rows):
-            yield self._slice(sequence, sequence.num_stored_tokens, sequence.num_tokens, (sequence.last_token,))
+        for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
+            for sequence in self._known((sequence_id,)):
+                yield self._row(sequence, num_drafts)
         for chunk in plan.chunks:
             for sequence in self._known((chunk.sequence_id,)):
-                yield self._slice(sequence, chunk.start, chunk.end, sequence.token_ids(chunk.start, chunk.end))
+                yield self._chunk(sequence, chunk)
 
-    def _slice(self, sequence: DecodeSequence, start: int, end: int, tokens: Sequence[int]) -> SequenceSlice:
+    def _row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
+        """The newest token and drafts of what follows it, or what the step needs to make them first."""
+        self._join(sequence)
+        is_seeded = sequence.seed_hidden is not None and num_drafts > 0
+        drafts = () if is_seeded else sequence.drafts[:num_drafts]
+        return SequenceSlice(
+            sequence_id=sequence.sequence_id,
+            tokens=(sequence.last_token, *drafts),
+            start=sequence.num_stored_tokens,
+            block_table=sequence.block_table,
+            sampling=sequence.sampling,
+            token_index=sequence.next_index,
+            num_drafts=len(drafts),
+            num_next_drafts=self._num_next_drafts(sequence),
+            seed_hidden=sequence.seed_hidden if is_seeded else None,
+            num_seed_drafts=num_drafts if is_seeded else 0,
+        )
+
+    def _chunk(self, sequence: DecodeSequence, chunk: Chunk) -> SequenceSlice:
+        self._join(sequence)
+        is_last = chunk.end == sequence.num_tokens
+        return SequenceSlice(
+            sequence_id=sequence.sequence_id,
+            tokens=sequence.token_ids(chunk.start, chunk.end),
+            start=chunk.start,
+            block_table=sequence.block_table,
+            sampling=sequence.sampling if is_last else None,
+            token_index=sequence.next_index,
+            next_token=None if is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
+            num_next_drafts=self._num_next_drafts(sequence) if is_last else 0,
+        )
+
+    def _join(self, sequence: DecodeSequence) -> None:
         self._in_step[sequence.sequence_id] = sequence
         if sequence.num_covered_blocks < len(sequence.block_table):
             self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
-        return SequenceSlice(
-            sequence_id=sequence.sequence_id,
-            tokens=tokens,
-            start=start,
-            block_table=sequence.block_table,
-            sampling=sequence.sampling if end == sequence.num_tokens else None,
-            token_index=sequence.next_index,
-        )
+
+    def _num_next_drafts(self, sequence: DecodeSequence) -> int:
+        """Drafts for the step after this one, which draws one token at least."""
+        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=self._num_drafts, num_left_tokens=sequence.num_left_tokens - 1)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
     def _take(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
-        sequence.num_stored_tokens = piece.end
-        self._cache_blocks(sequence)
         if piece.sampling is None:
+            sequence.num_stored_tokens = piece.end
+            self._cache_blocks(sequence)
             return
         if sequence.phase is Phase.FILLING:
             self._receiver.filled(sequence, now_s)
         index = sequence.next_index
-        (token,) = result.samples[piece.sequence_id]
-        sequence.append(token)
-        self._outbox.add(sequence, index, (token,))
+        run = result.samples[piece.sequence_id]
+        self.drafts.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
+        taken = sequence.append_run(run)
+        sequence.num_stored_tokens = piece.start + piece.num_given + len(taken) - 1
+        sequence.drafts, sequence.seed_hidden = result.drafts.get(piece.sequence_id, ()), None
+        self._cache_blocks(sequence)
+        self._outbox.add(sequence, index, taken)
         if sequence.finish is not None:
             self._receiver.finish(sequence, now_s)
         elif sequence.phase is Phase.FILLING:

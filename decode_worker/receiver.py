@@ -38,6 +38,7 @@ class Receiver:
         pairs: PrefillPairs,
         *,
         block_size_tokens: int,
+        looks_one_token_ahead: bool = False,
         request_limits: RequestLimits,
         config: DecodeConfig,
     ) -> None:
@@ -49,6 +50,7 @@ class Receiver:
         self._reads = reads
         self._pairs = pairs
         self._block_size_tokens = block_size_tokens
+        self._looks_one_token_ahead = looks_one_token_ahead
         self._request_limits = request_limits
         self._config = config
         self._is_draining = False
@@ -191,6 +193,7 @@ class Receiver:
         """Show the token that prefill drew at once, blocks or no blocks."""
         assert sequence.next_index == sequence.first_index, "the record's token is the first of its attempt"
         sequence.num_cached_tokens = record.num_cached_tokens
+        sequence.seed_hidden = record.hidden_state
         sequence.append(record.token)
         self._outbox.add(sequence, sequence.first_index, (record.token,))
         self._outbox.flush()
@@ -200,7 +203,9 @@ class Receiver:
         sequence.is_ready = True
         self._take_block_table(sequence)
         sequence.num_stored_tokens = sequence.num_given_tokens
-        sequence.num_published_blocks = sequence.num_given_tokens // self._block_size_tokens
+        # A block whose key needs the token after it is published when that token's row is stored.
+        num_keyed_tokens = sequence.num_given_tokens - self._looks_one_token_ahead
+        sequence.num_published_blocks = num_keyed_tokens // self._block_size_tokens
         if sequence.finish is not None:
             self.finish(sequence, now_s)
         elif sequence.num_tokens > sequence.num_given_tokens:

@@ -58,6 +58,7 @@ class DecodeRole:
             self._reads,
             self._pairs,
             block_size_tokens=model.layout.block_size_tokens,
+            looks_one_token_ahead=model.layout.looks_one_token_ahead,
             request_limits=model.request_limits,
             config=config,
         )

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
+from glm_runtime.runtime_config import MOST_DRAFTS
 from kv_transfer.block_keys import extend_block_keys
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters
@@ -43,6 +44,8 @@ class DecodeSequence:
     num_published_blocks: how many are in the prefix index. num_covered_blocks: how many have a STEP holder.
     is_ready: the session takes the transfer for filled.
     last_token: the newest token that this attempt has emitted.
+    drafts: guesses at what follows it. seed_hidden: the hidden state of the last stored token, from another worker: drafts can be made
+    of it in the next step.
     """
 
     sequence_id: SequenceId
@@ -65,6 +68,8 @@ class DecodeSequence:
     num_covered_blocks: int = 0
     is_ready: bool = False
     last_token: int = -1
+    drafts: tuple[int, ...] = ()
+    seed_hidden: bytes | None = None
     finish: FinishReason | None = None
 
     @property
@@ -92,9 +97,29 @@ class DecodeSequence:
         elif self.next_index >= self.sampling.max_tokens:
             self.finish = FinishReason.LENGTH
 
+    def append_run(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Take the next output tokens up to the one that ends the output. Returns those taken; what stood after it was never asked for."""
+        for number, token in enumerate(tokens, start=1):
+            self.append(token)
+            if self.finish is not None:
+                return tokens[:number]
+        return tokens
+
+    @property
+    def num_left_tokens(self) -> int:
+        """Output tokens that the request may still have."""
+        return self.sampling.max_tokens - self.next_index
+
+    @property
+    def num_available_drafts(self) -> int:
+        """Drafts that the next step can verify; as many as it likes where it makes them itself."""
+        return len(self.drafts) if self.seed_hidden is None else MOST_DRAFTS
+
     def lose_blocks(self) -> None:
         """Nothing of the sequence is in its own blocks any more."""
         self.block_table = []
+        self.drafts = ()
+        self.seed_hidden = None
         self.num_stored_tokens = self.num_published_blocks = self.num_covered_blocks = 0
         self.is_ready = False
 

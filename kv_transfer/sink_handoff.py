@@ -233,8 +233,9 @@ class SinkHandoff:
         return self.ask_again(pool, number, now_s)
 
     def accepts_record(self, record: HandoffRecord) -> bool:
-        """Whether decode may go on from this record."""
-        return is_record_usable(record, self.first_index)
+        """Whether decode may go on from this record: with MTP components their keys must be stored up to the last token."""
+        has_mtp_keys = not self._layout.looks_one_token_ahead or record.num_mtp_tokens == self.num_tokens
+        return has_mtp_keys and is_record_usable(record, self.first_index)
 
     def is_answer(self, pool: BlockPool, number: int, read_number: int) -> bool:
         """Whether an answer about this READ of this chunk is one that we wait for."""

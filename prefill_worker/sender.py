@@ -112,8 +112,11 @@ class Sender:
         self._session.progress(sequence.transfer, sequence.num_computed_tokens, 0)
         self._carry_out(self._session.seal(sequence.transfer, start, end, blocks, now_s))
 
-    def completed(self, sequence: PrefillSequence, token: int, now_s: float) -> None:
-        """Every chunk is sealed and the next token is drawn, the only time that this attempt draws it."""
+    def completed(self, sequence: PrefillSequence, token: int, now_s: float, hidden_state: bytes | None = None) -> None:
+        """Every chunk is sealed and the next token is drawn, the only time that this attempt draws it.
+
+        hidden_state: of the last position, where the layout has MTP components, whose keys are then stored up to that position.
+        """
         record = HandoffRecord(
             schema=RECORD_SCHEMA,
             first_index=sequence.first_index,
@@ -121,6 +124,8 @@ class Sender:
             finish=_finish_of(sequence, token),
             seed=sequence.sampling.seed,
             num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
+            hidden_state=hidden_state,
+            num_mtp_tokens=sequence.num_tokens if hidden_state is not None else 0,
         )
         self._carry_out(self._session.complete(sequence.transfer, record, now_s))
 

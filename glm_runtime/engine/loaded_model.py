@@ -32,7 +32,10 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held."""
+    """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held.
+
+    max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted.
+    """
 
     runner: StepRunner
     layout: CacheLayout
@@ -41,6 +44,7 @@ class LoadedModel:
     pool: BlockPool
     request_limits: RequestLimits
     max_step_tokens: int
+    max_drafts: int = 0
 
 
 class LoggedLoading:
@@ -80,6 +84,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
             capacity_tokens=runtime.num_blocks * block_size_tokens,
         ),
         max_step_tokens=runtime_config.max_step_tokens,
+        max_drafts=runtime.max_drafts,
     )
 
 

@@ -2,16 +2,23 @@
 
 A stale, foreign or missing byte anywhere in the cache of a sequence changes its text, so equality with `toy_generate` checks
 allocation, transfer, sharing and scheduling together (PROTOCOL: how to test it without a GPU).
+
+With drafts it also keeps MTP entries, made of a token and the one after it. They must not change any text, so every step checks those of
+all positions before it; and its drafts are right about three times in four.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
+
+import msgspec
 
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.request_check import RequestLimits
-from glm_runtime.engine.step_plan import StepPlan, StepResult
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.engine.verification import accepted_run
 from kv_transfer.block_pool import BlockPool
-from kv_transfer.identity import Incarnation
+from kv_transfer.identity import BlockId, Incarnation
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
@@ -22,6 +29,17 @@ ENTRY_BYTES = 8
 TOY_LAYOUT = CacheLayout(
     BLOCK_SIZE_TOKENS,
     (CacheComponent("mla", (0,), ENTRY_BYTES, "toy"), CacheComponent("index_key", (0,), ENTRY_BYTES, "toy")),
+    "toy",
+    "toy",
+)
+
+TOY_LAYOUT_WITH_MTP = CacheLayout(
+    BLOCK_SIZE_TOKENS,
+    (
+        *TOY_LAYOUT.components,
+        CacheComponent("mtp_mla", (1,), ENTRY_BYTES, "toy", keyed_by_next_token=True),
+        CacheComponent("mtp_index_key", (1,), ENTRY_BYTES, "toy", keyed_by_next_token=True),
+    ),
     "toy",
     "toy",
 )
@@ -38,6 +56,27 @@ def toy_entry(token: int, position: int) -> bytes:
     return (token * 100_000 + position + 1).to_bytes(ENTRY_BYTES, "little")
 
 
+def toy_mtp_entry(token: int, next_token: int, position: int) -> bytes:
+    """What the cache holds of the MTP layer for one token."""
+    return hashlib.sha256(f"{token},{next_token},{position}".encode()).digest()[:ENTRY_BYTES]
+
+
+def toy_hidden(token: int, position: int) -> bytes:
+    """What a record carries of the last row."""
+    return hashlib.sha256(f"hidden {token},{position}".encode()).digest()
+
+
+def toy_drafts(tokens: Sequence[int], sampling: SamplingParameters, token_index: int, num_drafts: int) -> tuple[int, ...]:
+    """Guesses at what follows `tokens`, of which the next is output token `token_index`."""
+    known = list(tokens)
+    for index in range(token_index, token_index + num_drafts):
+        entries = [toy_entry(token, position) for position, token in enumerate(known)]
+        token = toy_token(entries * 2, sampling, index)
+        is_wrong = hashlib.sha256(f"{known[-1]},{len(known)}".encode()).digest()[0] % 4 == 0
+        known.append((token + is_wrong) % VOCAB_SIZE)
+    return tuple(known[len(tokens) :])
+
+
 def toy_generate(prompt: Sequence[int], sampling: SamplingParameters) -> list[int]:
     """The answer of a process that does nothing else."""
     tokens = list(prompt)
@@ -52,45 +91,99 @@ def toy_generate(prompt: Sequence[int], sampling: SamplingParameters) -> list[in
 class ToyRunner:
     """Stores entries in the pool's bytes and reads them back through the block table, as a kernel would."""
 
-    def __init__(self, memory: PoolMemory, max_step_tokens: int) -> None:
+    def __init__(self, memory: PoolMemory, max_step_tokens: int, *, has_mtp: bool = False) -> None:
         self._memory = memory
         self._max_step_tokens = max_step_tokens
+        self._has_mtp = has_mtp
         self.num_tokens = 0
+        self.num_seeded = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         """See `ModelRunner.run`; also checks the rules of a plan."""
         assert 0 < plan.num_tokens <= self._max_step_tokens, f"a step of {plan.num_tokens} tokens"
         assert len({piece.sequence_id for piece in plan.slices}) == len(plan.slices), "a sequence occurs twice in a step"
         self.num_tokens += plan.num_tokens
-        for piece in plan.slices:
+        slices = [self._seeded(piece) for piece in plan.slices]
+        for piece in slices:
             for index, token in enumerate(piece.tokens):
                 position = piece.start + index
                 for component in range(2):
                     self._entry(piece.block_table, position, component)[:] = toy_entry(token, position)
-        samples = {}
-        for piece in plan.slices:
-            if piece.sampling is not None:
-                entries = [bytes(self._entry(piece.block_table, at, part)) for part in range(2) for at in range(piece.end)]
-                samples[piece.sequence_id] = (toy_token(entries, piece.sampling, piece.token_index),)
-        return StepResult(step_number=plan.step_number, samples=samples)
+        samples = {piece.sequence_id: self._draw(piece, piece.sampling) for piece in slices if piece.sampling is not None}
+        drafts, hidden_states = {}, {}
+        for piece in slices:
+            if not self._has_mtp:
+                continue
+            self._follow(piece, samples.get(piece.sequence_id, ()))
+            if piece.num_next_drafts:
+                assert piece.sampling is not None
+                run = samples[piece.sequence_id]
+                known = self._tokens(piece.block_table, piece.start + piece.num_given + len(run) - 1)
+                drafts[piece.sequence_id] = toy_drafts(
+                    [*known, run[-1]], piece.sampling, piece.token_index + len(run), piece.num_next_drafts
+                )
+            if piece.keeps_hidden:
+                hidden_states[piece.sequence_id] = toy_hidden(piece.tokens[-1], piece.end - 1)
+        return StepResult(step_number=plan.step_number, samples=samples, drafts=drafts, hidden_states=hidden_states)
+
+    def _seeded(self, piece: SequenceSlice) -> SequenceSlice:
+        if not piece.num_seed_drafts:
+            return piece
+        self.num_seeded += 1
+        known = self._tokens(piece.block_table, piece.start)
+        assert piece.seed_hidden == toy_hidden(known[-1], piece.start - 1), "the hidden state belongs to another row"
+        assert piece.sampling is not None
+        drafts = toy_drafts([*known, *piece.tokens], piece.sampling, piece.token_index, piece.num_seed_drafts)
+        return msgspec.structs.replace(piece, tokens=(*piece.tokens, *drafts), num_drafts=len(drafts), num_seed_drafts=0)
+
+    def _draw(self, piece: SequenceSlice, sampling: SamplingParameters) -> tuple[int, ...]:
+        drawn = []
+        for number in range(piece.num_drafts + 1):
+            end = piece.start + piece.num_given + number
+            entries = [bytes(self._entry(piece.block_table, at, part)) for part in range(2) for at in range(end)]
+            drawn.append(toy_token(entries, sampling, piece.token_index + number))
+        return accepted_run(drawn, piece.tokens[piece.num_given :])
+
+    def _follow(self, piece: SequenceSlice, run: tuple[int, ...]) -> None:
+        """Check the MTP entries of every position before the step, and store those of the rows that stand."""
+        known = self._tokens(piece.block_table, piece.start)
+        for position, (token, after) in enumerate(itertools.pairwise([*known, piece.tokens[0]])):
+            for component in (2, 3):
+                found = bytes(self._entry(piece.block_table, position, component))
+                assert found == toy_mtp_entry(token, after, position), f"{piece.sequence_id}: MTP entry {component} of position {position}"
+        if piece.sampling is None:
+            assert piece.next_token is not None
+            run = (piece.next_token,)
+        standing = [*piece.tokens[: piece.num_given], *run]
+        for index, (token, after) in enumerate(itertools.pairwise(standing)):
+            for component in (2, 3):
+                position = piece.start + index
+                self._entry(piece.block_table, position, component)[:] = toy_mtp_entry(token, after, position)
+
+    def _tokens(self, block_table: Sequence[int], end: int) -> list[int]:
+        """The tokens of positions [0, end), as the cache has them."""
+        numbers = [int.from_bytes(self._entry(block_table, position, 0), "little") for position in range(end)]
+        return [(number - 1 - position) // 100_000 for position, number in enumerate(numbers)]
 
     def _entry(self, block_table: Sequence[int], position: int, component: int) -> memoryview:
-        block = self._memory.block(block_table[position // BLOCK_SIZE_TOKENS])
+        block = self._memory.block(BlockId(block_table[position // BLOCK_SIZE_TOKENS]))
         start = component * BLOCK_SIZE_TOKENS * ENTRY_BYTES + position % BLOCK_SIZE_TOKENS * ENTRY_BYTES
         return block[start : start + ENTRY_BYTES]
 
 
-def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarnation) -> LoadedModel:
+def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarnation, max_drafts: int = 0) -> LoadedModel:
     """A toy with a pool of its own, poisoned."""
-    memory = PoolMemory(num_blocks, TOY_LAYOUT.block_bytes)
+    layout = TOY_LAYOUT_WITH_MTP if max_drafts else TOY_LAYOUT
+    memory = PoolMemory(num_blocks, layout.block_bytes)
     memory.buffer[:] = b"\xff" * len(memory.buffer)
     memory.write_probe(incarnation)
     return LoadedModel(
-        runner=ToyRunner(memory, max_step_tokens),
-        layout=TOY_LAYOUT,
+        runner=ToyRunner(memory, max_step_tokens, has_mtp=max_drafts > 0),
+        layout=layout,
         weights_version="toy",
         memory=memory,
         pool=BlockPool(num_blocks, BLOCK_SIZE_TOKENS),
         request_limits=RequestLimits(vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS),
         max_step_tokens=max_step_tokens,
+        max_drafts=max_drafts,
     )

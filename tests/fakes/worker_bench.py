@@ -150,12 +150,22 @@ class BenchWorker:
 
 class PrefillBench(BenchWorker):
     def __init__(
-        self, number: int, wire: Wire, fabric: LoopbackFabric, *, num_blocks: int, max_step_tokens: int, config: PrefillConfig
+        self,
+        number: int,
+        wire: Wire,
+        fabric: LoopbackFabric,
+        *,
+        num_blocks: int,
+        max_step_tokens: int,
+        config: PrefillConfig,
+        max_drafts: int = 0,
     ) -> None:
         super().__init__()
         self.me = Party(PartyKind.PREFILL, f"prefill-{number}", Incarnation(1000 + number))
-        self.model = make_toy_model(num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation)
-        self.transport = LoopbackTransport(fabric, self.me.peer_id, self.model.memory, num_components=2)
+        self.model = make_toy_model(
+            num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation, max_drafts=max_drafts
+        )
+        self.transport = LoopbackTransport(fabric, self.me.peer_id, self.model.memory, num_components=len(self.model.layout.components))
         holders = StepHolders(self.model.pool)
         self.sequences = PrefillSequences(self.model.pool, holders)
         self.session = SourceSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout.component_mask)
@@ -212,12 +222,19 @@ class DecodeBench(BenchWorker):
         num_blocks: int,
         max_step_tokens: int,
         config: DecodeConfig,
+        max_drafts: int = 0,
     ) -> None:
         super().__init__()
         self.me = Party(PartyKind.DECODE, f"decode-{number}", Incarnation(2000 + number))
-        self.model = make_toy_model(num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation)
+        self.model = make_toy_model(
+            num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation, max_drafts=max_drafts
+        )
         self.transport = LoopbackTransport(
-            fabric, self.me.peer_id, self.model.memory, num_components=2, owner_of=lambda block_id: self.model.pool.generation(block_id)
+            fabric,
+            self.me.peer_id,
+            self.model.memory,
+            num_components=len(self.model.layout.components),
+            owner_of=lambda block_id: self.model.pool.generation(block_id),
         )
         self._sources = {source.me.peer_id: source for source in sources}
         self._ended: list[PeerId] = []
@@ -237,6 +254,7 @@ class DecodeBench(BenchWorker):
             self.reads,
             self.pairs,  # type: ignore[arg-type]
             block_size_tokens=self.model.layout.block_size_tokens,
+            looks_one_token_ahead=self.model.layout.looks_one_token_ahead,
             request_limits=self.model.request_limits,
             config=config,
         )
@@ -482,6 +500,7 @@ class World:
         prefill_config: PrefillConfig | None = None,
         decode_config: DecodeConfig | None = None,
         fabric: LoopbackFabric | None = None,
+        max_drafts: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -495,6 +514,7 @@ class World:
                 num_blocks=prefill_blocks,
                 max_step_tokens=max_step_tokens,
                 config=prefill_config or PrefillConfig(),
+                max_drafts=max_drafts,
             )
             for number in range(num_prefills)
         ]
@@ -507,6 +527,7 @@ class World:
                 num_blocks=decode_blocks,
                 max_step_tokens=max_step_tokens,
                 config=decode_config or DecodeConfig(max_running=8, max_chunk_tokens=16),
+                max_drafts=max_drafts,
             )
             for number in range(num_decodes)
         ]

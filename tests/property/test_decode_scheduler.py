@@ -1,5 +1,6 @@
 """The decode scheduler keeps its budgets, preempts the youngest only, and lets every sequence end."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -28,12 +29,13 @@ def views(draw: st.DrawFn) -> DecodeView:
     )
     return DecodeView(
         running=tuple(SequenceId(f"r{i}") for i in range(num_running)),
-        free_slots=tuple(draw(st.integers(0, 2)) for _ in range(num_running)),
+        free_slots=tuple(draw(st.integers(0, 4)) for _ in range(num_running)),
         credit_blocks=tuple(draw(st.integers(0, 1)) for _ in range(num_running)),
         freed_blocks=tuple(draw(st.integers(0, 3)) for _ in range(num_running)),
         filling=filling,
         preempted=preempted,
         num_available_blocks=draw(st.integers(0, 12)),
+        num_drafts=tuple(draw(st.integers(0, 6)) for _ in range(num_running)) if draw(st.booleans()) else (),
     )
 
 
@@ -44,7 +46,7 @@ LIMITS = DecodeLimits(max_step_tokens=24, max_chunk_tokens=12, block_size_tokens
 def test_one_plan_keeps_every_limit(view: DecodeView) -> None:
     plan = decide(view, LIMITS)
     num_chunk_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
-    assert len(plan.rows) + num_chunk_tokens <= LIMITS.max_step_tokens
+    assert len(plan.rows) + sum(plan.row_drafts) + num_chunk_tokens <= LIMITS.max_step_tokens
     assert not plan.rows or num_chunk_tokens <= LIMITS.max_chunk_tokens
     gained = sum(view.freed_blocks[view.running.index(sequence_id)] for sequence_id in plan.preempt)
     new_blocks = {sequence.sequence_id: sequence.num_new_blocks for sequence in view.preempted}
@@ -62,6 +64,21 @@ def test_rows_have_room_and_victims_are_the_youngest(view: DecodeView) -> None:
     assert plan.preempt == tuple(reversed(view.running[kept:]))
     assert set(plan.rows) | set(plan.grow) <= set(view.running[:kept])
     assert not (plan.preempt and plan.resume), "nobody comes back in the step in which somebody had to go"
+
+
+@given(views())
+def test_drafts_have_room_and_cost_nobody_anything(view: DecodeView) -> None:
+    plan = decide(view, LIMITS)
+    plain = decide(dataclasses.replace(view, num_drafts=()), LIMITS)
+    assert (plan.preempt, plan.rows) == (plain.preempt, plain.rows)
+    assert set(plain.grow) <= set(plan.grow)
+    assert set(plan.resume) <= set(plain.resume)
+    assert [chunk.sequence_id for chunk in plan.chunks] == [chunk.sequence_id for chunk in plain.chunks]
+    wanted = dict(zip(view.running, view.num_drafts or (0,) * len(view.running), strict=True))
+    free_slots = dict(zip(view.running, view.free_slots, strict=True))
+    for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
+        assert 0 <= num_drafts <= wanted[sequence_id]
+        assert 1 + num_drafts <= free_slots[sequence_id] + BLOCK * (sequence_id in plan.grow)
 
 
 @given(views())

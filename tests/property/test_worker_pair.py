@@ -48,10 +48,12 @@ def assert_answers(asked: list[BenchRequest]) -> None:
     st.integers(10, 30),
     st.sampled_from([8, 16, 40]),
     st.sampled_from([0.0, 0.005, 0.03]),
+    st.sampled_from([0, 1, 3, 8]),
 )
 def test_answers_equal_one_process(
-    asked: list[BenchRequest], seed: int, prefill_blocks: int, decode_blocks: int, budget: int, cancel_rate: float
+    asked: list[BenchRequest], seed: int, prefill_blocks: int, decode_blocks: int, budget: int, cancel_rate: float, max_drafts: int
 ) -> None:
+    """With drafts too, whose keys the model checks at every position of every step."""
     world = World(
         seed=seed,
         prefill_blocks=prefill_blocks,
@@ -59,6 +61,7 @@ def test_answers_equal_one_process(
         max_step_tokens=budget,
         prefill_config=PrefillConfig(max_computing=3),
         decode_config=DecodeConfig(max_running=min(6, budget), max_chunk_tokens=16),
+        max_drafts=max_drafts,
     )
     for request in asked:
         world.router.submit(request)
@@ -74,7 +77,7 @@ def test_answers_equal_one_process(
 @given(requests(), st.integers(0, 2**32), st.floats(0, 0.2))
 def test_failing_reads_cost_attempts_but_no_token(asked: list[BenchRequest], seed: int, error_rate: float) -> None:
     fabric = LoopbackFabric(FaultPlan(error_rate=error_rate, max_delay_s=0.3), seed=seed)
-    world = World(seed=seed, num_prefills=2, num_decodes=2, fabric=fabric)
+    world = World(seed=seed, num_prefills=2, num_decodes=2, fabric=fabric, max_drafts=5 * (seed % 2))
     for request in asked:
         world.router.submit(request)
     for _ in range(200):

@@ -1,0 +1,133 @@
+"""Rows of drafts: their limits as tables, and on the bench what they do to sequences, blocks and counters."""
+
+import pytest
+
+from decode_worker.config import DecodeConfig
+from decode_worker.speculative import choose_num_drafts, share_draft_rows
+from kv_transfer.block_keys import block_keys
+from kv_transfer.identity import RequestId, pack_tokens
+from kv_transfer.messages import FinishReason, SamplingParameters, Tokens
+from tests.fakes.toy_model import BLOCK_SIZE_TOKENS, ToyRunner, toy_generate
+from tests.fakes.worker_bench import BenchRequest, World
+
+
+@pytest.mark.parametrize(
+    ("num_available", "num_wanted", "num_left_tokens", "expected"),
+    [(5, 5, 100, 5), (2, 5, 100, 2), (5, 3, 100, 3), (5, 0, 100, 0), (0, 5, 100, 0), (5, 5, 3, 2), (5, 5, 1, 0), (5, 5, 0, 0)],
+)
+def test_choose_num_drafts(num_available: int, num_wanted: int, num_left_tokens: int, expected: int) -> None:
+    chosen = choose_num_drafts(num_available=num_available, num_wanted=num_wanted, num_left_tokens=num_left_tokens)
+    assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "budget_rows", "expected"),
+    [((), 3, ()), ((5, 5), 10, (5, 5)), ((5, 5), 7, (5, 2)), ((5, 5, 5), 5, (5, 0, 0)), ((5,), 0, (0,)), ((5,), -2, (0,))],
+)
+def test_share_draft_rows(num_drafts: tuple[int, ...], budget_rows: int, expected: tuple[int, ...]) -> None:
+    assert share_draft_rows(num_drafts, budget_rows) == expected
+
+
+def request(name: str, num_tokens: int, max_tokens: int, *, is_local: bool = False, **sampling: object) -> BenchRequest:
+    parameters = SamplingParameters(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
+    return BenchRequest(RequestId(name), [(len(name) * 7 + i) % 50 for i in range(num_tokens)], parameters, is_local=is_local)
+
+
+def runner_of(world: World) -> ToyRunner:
+    runner = world.decodes[0].model.runner
+    assert isinstance(runner, ToyRunner)
+    return runner
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_several_tokens_a_step(is_local: bool) -> None:
+    world = World(max_drafts=5)
+    asked = world.router.submit(request("a", 20, 60, is_local=is_local))
+    world.settle()
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+    decode = world.decodes[0]
+    deltas = [delta for _, _, message in world.wire.sent if isinstance(message, Tokens) for delta in message.deltas]
+    assert max(len(delta.tokens) for delta in deltas) > 1
+    assert decode.engine.meter.num_steps < 40
+    drafts = decode.engine.drafts
+    assert drafts.drafted[0] >= drafts.accepted[0] > 0
+    assert drafts.drafted == sorted(drafts.drafted, reverse=True)
+    assert drafts.accepted == sorted(drafts.accepted, reverse=True)
+    assert drafts.drafted[5:] == [0, 0, 0]
+
+
+def test_a_handed_off_sequence_drafts_in_its_first_step() -> None:
+    world = World(max_drafts=5)
+    world.router.submit(request("a", 20, 60))
+    world.settle()
+    assert runner_of(world).num_seeded == 1
+
+
+def test_a_record_without_the_layers_keys_costs_one_row_and_no_token() -> None:
+    world = World(max_drafts=5)
+    prefill = world.prefills[0]
+    completed = prefill.sender.completed
+    prefill.sender.completed = lambda sequence, token, now_s, hidden_state=None: completed(sequence, token, now_s, None)  # type: ignore[method-assign]
+    asked = world.router.submit(request("a", 20, 60))
+    world.settle()
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+    assert runner_of(world).num_seeded == 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
+def test_no_row_beyond_the_last_token(max_tokens: int) -> None:
+    world = World(max_drafts=8)
+    asked = world.router.submit(request("a", 16, max_tokens))
+    world.settle()
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+    assert asked.finish is FinishReason.LENGTH
+    drafts = world.decodes[0].engine.drafts
+    assert max((position + 1 for position, count in enumerate(drafts.drafted) if count), default=0) <= max(max_tokens - 2, 0)
+
+
+def test_a_stop_token_inside_the_run_ends_it() -> None:
+    free = toy_generate([(7 + i) % 50 for i in range(20)], SamplingParameters(max_tokens=30, seed=1))
+    for place in range(1, 12):
+        world = World(max_drafts=8)
+        asked = world.router.submit(request("a", 20, 30, stop_token_ids=(free[place],)))
+        world.settle()
+        assert asked.output == free[: free.index(free[place]) + 1]
+        assert asked.finish is FinishReason.STOP
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK_SIZE_TOKENS * 2 - 1, BLOCK_SIZE_TOKENS * 2, BLOCK_SIZE_TOKENS * 2 + 1])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_every_block_with_a_known_next_token_is_found_again(num_tokens: int, is_local: bool) -> None:
+    """The last block of a prompt that ends at its edge gets its key when the first token is known."""
+    world = World(max_drafts=3)
+    asked = world.router.submit(request("a", num_tokens, 20, is_local=is_local))
+    world.settle()
+    tokens = pack_tokens(asked.prompt + asked.output)
+    keys = block_keys(tokens, b"", BLOCK_SIZE_TOKENS, True)
+    num_stored = (num_tokens + 19) // BLOCK_SIZE_TOKENS
+    pool = world.decodes[0].model.pool
+    assert len(pool.lookup(keys)) == num_stored
+
+
+def test_the_next_token_decides_a_hit_of_the_last_block() -> None:
+    world = World(max_drafts=3)
+    first = world.router.submit(request("a", 2 * BLOCK_SIZE_TOKENS + 1, 4))
+    world.settle()
+    for last, expected in ((first.prompt[-1], 2), (first.prompt[-1] + 1, 1)):
+        prompt = [*first.prompt[:-1], last]
+        other = world.router.submit(BenchRequest(RequestId(f"b{last}"), prompt, SamplingParameters(max_tokens=4, seed=1)))
+        world.settle()
+        assert other.output == toy_generate(prompt, other.sampling)
+        assert other.num_cached_tokens == expected * BLOCK_SIZE_TOKENS
+
+
+def test_drafts_never_preempt() -> None:
+    plain, drafting = (
+        World(decode_blocks=7, max_drafts=max_drafts, decode_config=DecodeConfig(max_running=2, max_chunk_tokens=16))
+        for max_drafts in (0, 8)
+    )
+    for world in (plain, drafting):
+        for name in ("a", "bb"):
+            world.router.submit(request(name, 12, 14, is_local=True))
+        world.settle()
+        assert world.decodes[0].engine.num_preemptions == 0
