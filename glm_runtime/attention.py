@@ -105,8 +105,8 @@ class Attention:
 
         nope: [T, H, N]; rotary: [T, H, R]; addresses: [T, W]. Returns [T, H, V].
         """
-        matmul = self.numerics.gemm.matmul
-        absorbed = matmul(nope.transpose(0, 1), self.weights.key_up).transpose(0, 1)  # thn,hnc->thc
+        gemm = self.numerics.gemm
+        absorbed = gemm.heads(nope, self.weights.key_up)  # [T, H, C]
         queries = torch.cat((absorbed, rotary), dim=-1)  # [T, H, C + R]
         latents, _ = sparse_mla(
             queries,
@@ -116,7 +116,7 @@ class Attention:
             scale=self.config.qk_head_dim**-0.5,
             scratch_bytes=self.numerics.scratch_bytes,
         )
-        return matmul(latents.to(nope.dtype).transpose(0, 1), self.weights.value_up).transpose(0, 1)  # thc,hcv->thv
+        return gemm.heads(latents.to(nope.dtype), self.weights.value_up)  # [T, H, V]
 
     def expanded(self, nope: Tensor, rotary: Tensor, block_table: Tensor, span: RowSpan, mla: CacheRegion) -> Tensor:
         """o_h = sum_s p_s v_s,h with [k_s,h | v_s,h] = [W_k,h c_s | c_s W_v,h] and p over all s up to the row.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.numerics import Numerics, silu
+from glm_runtime.numerics import Numerics
 from glm_runtime.ops.moe_experts import moe_experts
 from glm_runtime.ops.moe_route import Routing, moe_route
 from glm_runtime.weights import MlpWeights, MoeWeights
@@ -20,8 +20,8 @@ class GatedMlp:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [T, hidden]. Returns the same shape, new."""
-        gate, up = self.numerics.gemm.linear(hidden, self.weights.gate_up).chunk(2, dim=-1)
-        return self.numerics.gemm.linear(silu(gate) * up, self.weights.down)
+        gemm = self.numerics.gemm
+        return gemm.linear(gemm.gated(hidden, self.weights.gate_up), self.weights.down)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

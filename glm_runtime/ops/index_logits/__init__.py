@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from glm_runtime.linear import Gemm
+from glm_runtime.linear import Products
 from glm_runtime.ops.impl import Impl, check_shape, check_width, choose_impl
 from glm_runtime.ops.index_logits import cpu, reference
 from glm_runtime.paged_cache import CacheRegion
@@ -14,7 +14,14 @@ KEY_TILE_TOKENS = cpu.KEY_TILE_TOKENS
 
 
 def index_logits(
-    queries: Tensor, weights: Tensor, keys: CacheRegion, block_tables: Tensor, positions: Tensor, *, gemm: Gemm, impl: Impl | None = None
+    queries: Tensor,
+    weights: Tensor,
+    keys: CacheRegion,
+    block_tables: Tensor,
+    positions: Tensor,
+    *,
+    gemm: Products,
+    impl: Impl | None = None,
 ) -> Tensor:
     """Score every visible key for every row. See `reference.py`. Raises ValueError for shapes that do not fit together."""
     num_sequences, num_rows, num_heads, width = queries.shape

@@ -2,14 +2,16 @@
 
 from torch import Tensor
 
-from glm_runtime.linear import Gemm
+from glm_runtime.linear import Products
 from glm_runtime.ops.impl import Impl, check_shape, choose_impl
 from glm_runtime.ops.moe_experts import cpu, reference
 
 __all__ = ["moe_experts"]
 
 
-def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, *, gemm: Gemm, impl: Impl | None = None) -> Tensor:
+def moe_experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, *, gemm: Products, impl: Impl | None = None
+) -> Tensor:
     """Apply each row's experts. See `reference.py`. Raises ValueError for shapes that do not fit together."""
     num_experts, double_inner, hidden = gate_up.shape
     check_shape("moe_experts", "x", x, (-1, hidden))
