@@ -6,6 +6,7 @@ A call releases the interpreter's lock and runs on torch's own OpenMP threads (o
 
 import ctypes
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-SIGNATURES: dict[str, tuple[type, ...]] = {}
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "glm_add_rms_norm": (_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, _P, _P, _I, _I, _I, _F),
+    "glm_embed_eh_norm": (_P, _P, _P, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _F),
+}
 """Name of each exported function -> its arguments. All return nothing."""
 
 
@@ -35,6 +39,10 @@ class NativeLibrary:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Reached for names that are no entry of the table; also says what the entries are."""
+        raise AttributeError(f"no kernel is called {name}")
 
 
 @cache
