@@ -23,6 +23,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_add_rms_norm": (_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, _P, _P, _I, _I, _I, _F),
     "glm_embed_eh_norm": (_P, _P, _P, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _F),
+    "sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
 }
 """Name of each exported function -> its arguments. All return nothing."""
 
