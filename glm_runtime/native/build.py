@@ -31,6 +31,7 @@ FLAGS = (
     "-fPIC",
     "-Wall",
     "-Wextra",
+    "-Wno-maybe-uninitialized",  # GCC 12 sees `__m512 y = y` in its own headers
 )
 """No -ffast-math: the order of sums is part of what the deterministic mode promises. Products are fused where the source says so."""
 

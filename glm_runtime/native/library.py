@@ -21,9 +21,19 @@ logger = logging.getLogger(__name__)
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 SIGNATURES: dict[str, tuple[type, ...]] = {
+    "glm_linear": (_P, _I, _I, _P, _I, _I, _I, _I, _I, _P, _I, _I, _I, _P, _I, _I, _I),
+    "glm_experts": (_P, _I, _P, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P, _I),
     "glm_add_rms_norm": (_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, _P, _P, _I, _I, _I, _F),
     "glm_embed_eh_norm": (_P, _P, _P, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _F),
-    "sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
+    "glm_fused_norm_rope": (_P, _I, _P, _I, _I, *(_P,) * 4, _I, *(_P,) * 9, *(_I,) * 7, _F, _F),
+    "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
+    "glm_sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
+    "glm_select_topk": (_P, _I, _I, _P, _I, _P),
+    "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
+    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P),
+    "glm_fused_q": (_P, _I, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P),
+    "glm_index_queries": (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _P, _P),
+    "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
 }
 """Name of each exported function -> its arguments. All return nothing."""
 
