@@ -8,7 +8,7 @@
 #ifdef GLM_SUPPORTED
 namespace glm {
 
-// The order of RowKind in `native/row_kinds.py`.
+// The order of RowKind in `native/cached_rows.py`.
 enum class RowKind : int64_t { bf16, fp32, fp8_e4m3, fp8_ds_mla, nvfp4_ds_mla, index_fp8_fp32, index_fp8_ue8m0, index_mxfp4 };
 
 // bf16 of the 128 magnitudes of e4m3; every one of them is exact.

@@ -306,7 +306,7 @@ void attend(const Call& call) {
 
 // queries [rows, heads, width] fp32 or bf16; cached + address * unit_bytes is a row; addresses [rows, list_width], -1 is nothing.
 // uses_bf16: products of bf16 numbers (queries and weights are rounded), else of fp32. attended [rows, heads, latent], lse [rows, heads].
-extern "C" void sparse_mla(const void* queries, int64_t are_queries_bf16, int64_t rows, int64_t heads, int64_t width, int64_t latent,
+extern "C" void glm_sparse_mla(const void* queries, int64_t are_queries_bf16, int64_t rows, int64_t heads, int64_t width, int64_t latent,
                                const void* cached, int64_t unit_bytes, int64_t kind, const int64_t* addresses, int64_t list_width,
                                float scale, int64_t uses_bf16, float* attended, float* lse) {
     const Call call{queries, are_queries_bf16 != 0, rows, heads, width, latent, static_cast<const uint8_t*>(cached), unit_bytes,

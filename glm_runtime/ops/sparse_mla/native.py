@@ -6,8 +6,8 @@ A row's bits depend on its own list alone: not on padding, on other rows, or on 
 import torch
 from torch import Tensor
 
+from glm_runtime.native.cached_rows import listed_rows
 from glm_runtime.native.library import library
-from glm_runtime.native.row_kinds import ROW_KINDS
 from glm_runtime.paged_cache import CacheRegion
 
 
@@ -25,9 +25,8 @@ def sparse_mla(
     attended = torch.empty(num_rows, num_heads, latent_dim)
     lse = torch.empty(num_rows, num_heads)
     if num_rows:
-        library().sparse_mla(
+        library().glm_sparse_mla(
             queries.data_ptr(), queries.dtype == torch.bfloat16, num_rows, num_heads, width, latent_dim,
-            mla.rows.data_ptr(), mla.unit * mla.rows.element_size(), ROW_KINDS[mla.row_format.kind],
-            addresses.data_ptr(), addresses.shape[1], scale, uses_bf16, attended.data_ptr(), lse.data_ptr(),
+            *listed_rows(mla), addresses.data_ptr(), addresses.shape[1], scale, uses_bf16, attended.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
     return attended, lse
