@@ -21,6 +21,7 @@ from glm_runtime.ops.cache_rows import load_blocks
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.fused_norm_rope import LatentNorms, fused_norm_rope
 from glm_runtime.ops.sparse_mla import sparse_mla
+from glm_runtime.packed_matrix import plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch
@@ -126,8 +127,8 @@ class Attention:
         num_blocks = -(-span.end // mla.block_size_tokens)
         context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(nope.dtype)
         latents, shared_key = context[:, : self.config.kv_lora_rank], context[:, self.config.kv_lora_rank :]
-        keys = torch.einsum("sc,hnc->shn", latents, self.weights.key_up)
-        values = torch.einsum("sc,hcv->shv", latents, self.weights.value_up)
+        keys = torch.einsum("sc,hnc->shn", latents, plain_heads(self.weights.key_up).to(nope.dtype))
+        values = torch.einsum("sc,hcv->shv", latents, plain_heads(self.weights.value_up).to(nope.dtype))
         num_heads = self.config.num_attention_heads
         return dense_mla(
             torch.cat((nope, rotary), dim=-1),

@@ -6,6 +6,7 @@ x = embed(tokens); per layer x += attention(RMS(x)), x += ffn(RMS(x)); logits = 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -88,7 +89,7 @@ class GlmModel:
     def forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices | None = None) -> Tensor:
         """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new."""
         forced = forced or ForcedChoices()
-        x = self.weights.embedding.index_select(0, batch.tokens)
+        x = self.weights.embedding.index_select(0, batch.tokens).to(self.numerics.dtype)
         rope = self.rope.at(batch.positions)
         for group in self.groups:
             selection: Selection | None = None
@@ -97,8 +98,8 @@ class GlmModel:
         return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: the product to the runtime's dtype."""
-        return self.numerics.gemm.linear(hidden, self.weights.head).float()
+        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: by torch, the product to the runtime's dtype."""
+        return self.numerics.gemm.linear(hidden, self.weights.head, dtype=torch.float32)
 
 
 def build_model(config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int) -> GlmModel:

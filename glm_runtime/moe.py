@@ -40,7 +40,7 @@ class MixtureOfExperts:
         gemm = self.numerics.gemm
         logits = gemm.linear(hidden.float(), self.weights.router)  # fp32, whatever the runtime's dtype
         chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts)
-        routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm)
+        routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm, impl=self.numerics.impl)
         shared = GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
         return routed.to(hidden.dtype) + shared
 

@@ -21,7 +21,7 @@ _FP32_BF16, _FP32_FP32, _BF16_BF16 = 0, 1, 2
 class NativeGemm:
     """`Products` by the compiled kernels, on as many threads as torch has. torch_form: for right sides that are no weights."""
 
-    torch_form: Gemm = Gemm()
+    torch_form: Gemm = field(default_factory=Gemm)
     kernels: NativeLibrary = field(default_factory=library)
 
     @property

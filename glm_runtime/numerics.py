@@ -12,6 +12,7 @@ import torch
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.linear import Gemm, Products, check_items_independent, choose_gemm
+from glm_runtime.native_gemm import NativeGemm
 from glm_runtime.ops.impl import Impl
 
 NumericsMode = Literal["deterministic", "fast"]
@@ -43,13 +44,16 @@ def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
 
 
 def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]], impl: Impl = "cpu") -> Numerics:
-    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning.
+    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning that torch forms.
 
     Raises ConfigError when this machine's BLAS cannot be made deterministic (`choose_gemm`, `check_items_independent`).
     """
     if mode == "fast":
-        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=Gemm(), impl=impl)
+        gemm: Products = NativeGemm() if impl == "native" else Gemm()
+        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)
     heads, topk = config.num_attention_heads, config.index_topk
     check_items_independent(heads, config.latent_dim, topk)
     check_items_independent(heads, topk, config.kv_lora_rank)
-    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=choose_gemm(gemm_shapes), impl=impl)
+    probed = choose_gemm(gemm_shapes)
+    gemm = NativeGemm(torch_form=probed) if impl == "native" else probed
+    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)

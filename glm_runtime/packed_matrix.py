@@ -8,7 +8,7 @@ Knows: the layout, and which dtype holds the values exactly. Does not know how i
 N is padded to whole panels and K to whole pairs, with zeros.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ def plain(operand: Operand) -> Tensor:
     return operand.plain() if isinstance(operand, PackedMatrix) else operand
 
 
+def plain_heads(operand: Operand) -> Tensor:
+    """[H, K, N], by which `Products.heads` multiplies: itself, or unpacked into a new one."""
+    return operand.plain().transpose(1, 2) if isinstance(operand, PackedMatrix) else operand
+
+
 def is_exact_bf16(weight: Tensor) -> bool:
     """Whether every value is a bf16 (NaN is)."""
     if weight.dtype == torch.bfloat16:
@@ -85,6 +90,37 @@ def pack(weight: Tensor, *, is_gated: bool = False) -> PackedMatrix:
     return PackedMatrix(panels, weight.shape[-2], weight.shape[-1], is_stack=weight.dim() == 3, is_gated=is_gated)
 
 
+class StackPacker:
+    """Packs equal matrices as they come, one at a time: as bf16 until one of them is not exactly that, then all as fp32."""
+
+    def __init__(self, num_items: int, num_outputs: int, num_inner: int, *, is_gated: bool = False) -> None:
+        self._is_gated = is_gated
+        self._num_done = 0
+        self._packed = PackedMatrix(
+            empty_panels(num_items, num_outputs, num_inner, torch.bfloat16), num_outputs, num_inner, is_stack=True, is_gated=is_gated
+        )
+
+    def add(self, weight: Tensor) -> None:
+        """The next matrix, [N, K]."""
+        if self._packed.dtype == torch.bfloat16 and not is_exact_bf16(weight):
+            self._widen()
+        pack_into(self._packed.panels[self._num_done], weight, is_gated=self._is_gated)
+        self._num_done += 1
+
+    def stack(self) -> PackedMatrix:
+        """The whole; every item has been added."""
+        assert self._num_done == self._packed.panels.shape[0], "a stack is taken before it is complete"
+        return self._packed
+
+    def _widen(self) -> None:
+        narrow = self._packed
+        wide = empty_panels(narrow.panels.shape[0], narrow.num_outputs, narrow.num_inner, torch.float32)
+        for number in range(self._num_done):
+            one = replace(narrow, panels=narrow.panels[number : number + 1], is_stack=False)
+            pack_into(wide[number], one.plain().float(), is_gated=self._is_gated)
+        self._packed = replace(narrow, panels=wide)
+
+
 def empty_panels(num_items: int, num_outputs: int, num_inner: int, dtype: torch.dtype) -> Tensor:
     """Memory for a stack, not yet written: [items, panels, depth, 32, pair]."""
     pair = _pair(dtype)
@@ -94,15 +130,20 @@ def empty_panels(num_items: int, num_outputs: int, num_inner: int, dtype: torch.
 def pack_into(panels: Tensor, weight: Tensor, *, is_gated: bool = False) -> None:
     """Write one matrix [N, K], of the panels' dtype or exactly convertible, into its panels [panels, depth, 32, pair]."""
     num_panels, depth, _, pair = panels.shape
-    missing = depth * pair - weight.shape[1]
+    columns = depth * pair
     if is_gated:
-        halves = weight.view(2, -1, weight.shape[1])
-        halves = functional.pad(halves, (0, missing, 0, num_panels * _HALF - halves.shape[1]))
+        halves = _padded(weight.reshape(2, -1, weight.shape[1]), num_panels * _HALF, columns)
         rows = halves.view(2, num_panels, _HALF, depth, pair).permute(1, 3, 0, 2, 4)
         panels.view(num_panels, depth, 2, _HALF, pair).copy_(rows)
-        return
-    padded = functional.pad(weight, (0, missing, 0, num_panels * PANEL_COLUMNS - weight.shape[0]))
-    panels.copy_(padded.view(num_panels, PANEL_COLUMNS, depth, pair).transpose(1, 2))
+    else:
+        padded = _padded(weight, num_panels * PANEL_COLUMNS, columns)
+        panels.copy_(padded.view(num_panels, PANEL_COLUMNS, depth, pair).transpose(1, 2))
+
+
+def _padded(weight: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """Contiguous, with zeros below and to the right up to a size; itself where nothing is missing."""
+    missing = (0, num_columns - weight.shape[-1], 0, num_rows - weight.shape[-2])
+    return functional.pad(weight, missing) if any(missing) else weight.contiguous()
 
 
 def _pair(dtype: torch.dtype) -> int:

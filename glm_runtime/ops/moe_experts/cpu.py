@@ -7,8 +7,8 @@ padding is already in place. Sums run in the order of a row's own list, so a row
 import torch
 from torch import Tensor
 
-from glm_runtime.linear import Products
 from glm_runtime.activation import silu
+from glm_runtime.linear import Products
 
 
 def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, gemm: Products) -> Tensor:

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from glm_runtime.norm import layer_norm, rms_norm
 from glm_runtime.activation import sigmoid, silu
+from glm_runtime.norm import layer_norm, rms_norm
 from glm_runtime.rope import RopeTable, rotate_interleaved
 
 
