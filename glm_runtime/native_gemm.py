@@ -35,20 +35,20 @@ class NativeGemm:
         out = torch.empty(x.shape[0], packed.num_outputs, dtype=dtype or x.dtype)
         if add is not None and (add.shape != out.shape or add.dtype != out.dtype or add.stride(1) != 1):
             raise ValueError(f"linear: add is {list(add.shape)} {add.dtype}; expected {list(out.shape)} {out.dtype}, contiguous rows")
-        self._multiply("linear", x[:, None], packed, out[:, None], add)
+        self._multiply("linear", x, packed, out, add)
         return out
 
     def gated(self, x: Tensor, weight: Operand) -> Tensor:
         """As `Products.gated`. Rounds: once, after the product of silu and up. Returns a new tensor. Raises as `linear`."""
         packed = _packed(weight, "gated", is_stack=False, is_gated=True)
         out = torch.empty(x.shape[0], packed.num_outputs // 2, dtype=x.dtype)
-        self._multiply("gated", x[:, None], packed, out[:, None], None)
+        self._multiply("gated", x, packed, out, None)
         return out
 
     def heads(self, x: Tensor, weight: Operand) -> Tensor:
         """As `Products.heads`. Rounds: once. Returns a new, contiguous tensor. Raises as `linear`."""
         packed = _packed(weight, "heads", is_stack=True, is_gated=False)
-        out = torch.empty(*x.shape[:2], packed.num_outputs, dtype=x.dtype)
+        out = torch.empty(x.shape[0], x.shape[1], packed.num_outputs, dtype=x.dtype)
         self._multiply("heads", x, packed, out, None)
         return out
 
@@ -57,22 +57,24 @@ class NativeGemm:
         return self.torch_form.matmul(x, weight)
 
     def _multiply(self, product: str, x: Tensor, weight: PackedMatrix, out: Tensor, add: Tensor | None) -> None:
-        """x: [M, items, K]; out: [M, items, columns]."""
-        num_rows, num_items, num_inner = x.shape
+        """x: [M, K], out: [M, columns]; for a stack [M, items, K] and [M, items, columns]."""
         panels = weight.panels
-        if num_inner != weight.num_inner or num_items != panels.shape[0]:
-            raise ValueError(f"{product}: x is {list(x.shape)}; the weight is {list(weight.shape)}")
-        if num_rows == 0:
+        num_items = panels.shape[0]
+        expected = (x.shape[0], num_items, weight.num_inner) if weight.is_stack else (x.shape[0], weight.num_inner)
+        if x.shape != expected:
+            raise ValueError(f"{product}: x is {list(x.shape)}; expected {list(expected)}")
+        if x.shape[0] == 0:
             return
-        if x.stride(2) != 1:
+        if x.stride(-1) != 1:
             x = x.contiguous()
         x, kind = wide_enough(x, weight)
+        x_item, out_item = (x.stride(1), out.stride(1)) if weight.is_stack else (0, 0)
         self.kernels.glm_linear(
-            x.data_ptr(), x.stride(0), x.stride(1),
-            panels.data_ptr(), kind, num_items, weight.num_outputs, num_inner, weight.is_gated,
-            out.data_ptr(), out.stride(0), out.stride(1), out.dtype == torch.bfloat16,
+            x.data_ptr(), x.stride(0), x_item,
+            panels.data_ptr(), kind, num_items, weight.num_outputs, weight.num_inner, weight.is_gated,
+            out.data_ptr(), out.stride(0), out_item, out.dtype == torch.bfloat16,
             None if add is None else add.data_ptr(), 0 if add is None else add.stride(0),
-            num_rows, torch.get_num_threads(),
+            x.shape[0], torch.get_num_threads(),
         )  # fmt: skip
 
 
