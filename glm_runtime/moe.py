@@ -32,17 +32,17 @@ class MixtureOfExperts:
     weights: MoeWeights
     numerics: Numerics
 
-    def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> Tensor:
-        """hidden: [T, hidden]. forced_experts: as `moe_route`. Returns the same shape, new.
+    def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """hidden: [T, hidden]. forced_experts: as `moe_route`.
 
-        Rounds: the weighed sum of the routed experts once to hidden's dtype, then the sum with the shared expert.
+        Returns the two summands of y, new: the routed experts' weighed sum, fp32, and the shared expert's output. Whoever adds them
+        to the residual stream rounds the first, then both sums (`add_rms_norm`).
         """
         gemm = self.numerics.gemm
         logits = gemm.linear(hidden.float(), self.weights.router)  # fp32, whatever the runtime's dtype
-        chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts)
+        chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts, impl=self.numerics.impl)
         routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm, impl=self.numerics.impl)
-        shared = GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
-        return routed.to(hidden.dtype) + shared
+        return routed, GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
 
     @property
     def routing(self) -> Routing:

@@ -26,6 +26,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_add_rms_norm": (_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, _P, _P, _I, _I, _I, _F),
     "glm_embed_eh_norm": (_P, _P, _P, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _F),
     "glm_fused_norm_rope": (_P, _I, _P, _I, _I, *(_P,) * 4, _I, *(_P,) * 9, *(_I,) * 7, _F, _F),
+    "glm_moe_route": (_P, _I, _P, _P, _P, _P, *(_I,) * 6, _F),
+    "glm_vocab_argmax": (_P, _I, _I, _P, _P, _P, _I, _I),
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
     "glm_sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
