@@ -19,7 +19,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.engine.offline import generate
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
-from glm_runtime.tensor_table import loaded_weight_bytes
+from glm_runtime.weight_memory import expected_weight_bytes
 from kv_transfer.errors import ConfigError, InvalidRequest
 from kv_transfer.messages import FinishReason, SamplingParameters
 from router.gateway.answer import Answer, TextDelta
@@ -204,7 +204,7 @@ def answer_all(
 
 def check_memory(config: GlmConfig, runtime_config: RuntimeConfig) -> None:
     """Raise ConfigError when the weights alone, in the dtype they are computed in, exceed the memory that is available now."""
-    needed, available = loaded_weight_bytes(config, runtime_config.numerics), psutil.virtual_memory().available
+    needed, available = expected_weight_bytes(config, runtime_config), psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
             f"the weights take {needed // MIB} MiB in memory, {available // MIB} MiB are available", path=str(runtime_config.checkpoint)

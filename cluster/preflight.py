@@ -9,7 +9,7 @@ import psutil
 
 from cluster.config import ServeConfig, needed_memory_bytes
 from glm_runtime.config import GlmConfig
-from glm_runtime.tensor_table import loaded_weight_bytes
+from glm_runtime.weight_memory import expected_weight_bytes
 from kv_transfer.errors import ConfigError
 
 MIB = 1024 * 1024
@@ -65,7 +65,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def check_memory(config: ServeConfig) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is available now."""
-    weight_bytes = loaded_weight_bytes(GlmConfig.from_checkpoint(config.runtime.checkpoint), config.runtime.numerics)
+    weight_bytes = expected_weight_bytes(GlmConfig.from_checkpoint(config.runtime.checkpoint), config.runtime)
     needed, available = needed_memory_bytes(config, weight_bytes), psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(

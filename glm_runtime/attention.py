@@ -21,6 +21,7 @@ from glm_runtime.ops.cache_rows import load_blocks
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.fused_norm_rope import LatentNorms, fused_norm_rope
 from glm_runtime.ops.sparse_mla import sparse_mla
+from glm_runtime.packed_matrix import plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch
@@ -110,8 +111,8 @@ class Attention:
 
         nope: [T, H, N]; rotary: [T, H, R]; addresses: [T, W]. Returns [T, H, V].
         """
-        matmul = self.numerics.gemm.matmul
-        absorbed = matmul(nope.transpose(0, 1), self.weights.key_up).transpose(0, 1)  # thn,hnc->thc
+        gemm = self.numerics.gemm
+        absorbed = gemm.heads(nope, self.weights.key_up)  # [T, H, C]
         queries = torch.cat((absorbed, rotary), dim=-1)  # [T, H, C + R]
         latents, _ = sparse_mla(
             queries,
@@ -121,7 +122,7 @@ class Attention:
             scale=self.config.qk_head_dim**-0.5,
             scratch_bytes=self.numerics.scratch_bytes,
         )
-        return matmul(latents.to(nope.dtype).transpose(0, 1), self.weights.value_up).transpose(0, 1)  # thc,hcv->thv
+        return gemm.heads(latents.to(nope.dtype), self.weights.value_up)  # [T, H, V]
 
     def expanded(self, nope: Tensor, rotary: Tensor, block_table: Tensor, span: RowSpan, mla: CacheRegion) -> Tensor:
         """o_h = sum_s p_s v_s,h with [k_s,h | v_s,h] = [W_k,h c_s | c_s W_v,h] and p over all s up to the row.
@@ -131,8 +132,8 @@ class Attention:
         num_blocks = -(-span.end // mla.block_size_tokens)
         context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(nope.dtype)
         latents, shared_key = context[:, : self.config.kv_lora_rank], context[:, self.config.kv_lora_rank :]
-        keys = torch.einsum("sc,hnc->shn", latents, self.weights.key_up)
-        values = torch.einsum("sc,hcv->shv", latents, self.weights.value_up)
+        keys = torch.einsum("sc,hnc->shn", latents, plain_heads(self.weights.key_up).to(nope.dtype))
+        values = torch.einsum("sc,hcv->shv", latents, plain_heads(self.weights.value_up).to(nope.dtype))
         num_heads = self.config.num_attention_heads
         return dense_mla(
             torch.cat((nope, rotary), dim=-1),

@@ -8,11 +8,14 @@ A BLAS picks its kernel by the number of rows, so that a row alone and the same 
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from glm_runtime.activation import silu
+from glm_runtime.packed_matrix import Operand, plain
 from kv_transfer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,16 +28,57 @@ _PROBE_MAX_COLUMNS = 4096
 _PROBE_ITEMS = 9
 
 
+class Products(Protocol):
+    """The matrix products of the model, by torch (`Gemm`) or compiled (`NativeGemm`). Operands are as `load_weights` made them.
+
+    Sums are fp32. Rows and heads may lie at any stride, numbers within one are contiguous.
+    """
+
+    @property
+    def row_tile(self) -> int:
+        """A step's rows are padded to a multiple of this so that a row's bits do not depend on how many there are."""
+        ...
+
+    def linear(self, x: Tensor, weight: Operand, *, add: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """y = x W^T (+ add). x: [M, K]; weight: [N, K]; add: [M, N] of the result's dtype. Returns [M, N] of `dtype`, by default x's."""
+        ...
+
+    def gated(self, x: Tensor, weight: Operand) -> Tensor:
+        """y = silu(x W_gate^T) * x W_up^T. x: [M, K]; weight: [2 I, K], gate rows first, packed as gated. Returns [M, I] of x's dtype."""
+        ...
+
+    def heads(self, x: Tensor, weight: Operand) -> Tensor:
+        """y[t, h] = x[t, h] W_h. x: [T, H, K]; plain weight: [H, K, N]; packed: [H, N, K]. Returns [T, H, N] of x's dtype."""
+        ...
+
+    def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
+        """y = x W for a right side that is no weight. x: [M, K], weight: [K, N], or both with a leading batch dimension."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """How to call the BLAS. row_tile: rows are padded with zeros to a multiple of it. is_fixed: each call has exactly that many."""
+    """How to call the BLAS. row_tile: rows are padded with zeros to a multiple of it. is_fixed: each call has exactly that many.
+
+    Results may be views of padded products. Rounds: each product to its inputs' dtype, before anything is added.
+    """
 
     row_tile: int = 1
     is_fixed: bool = False
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """y = x W^T. x: [M, K]; weight: [N, K] of the same dtype. Returns [M, N], new or a view of a padded product."""
-        return self.matmul(x, weight.t())
+    def linear(self, x: Tensor, weight: Operand, *, add: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """As `Products.linear`."""
+        product = self.matmul(x, plain(weight).t()).to(dtype or x.dtype)
+        return product if add is None else add + product
+
+    def gated(self, x: Tensor, weight: Operand) -> Tensor:
+        """As `Products.gated`."""
+        gate, up = self.linear(x, weight).chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def heads(self, x: Tensor, weight: Operand) -> Tensor:
+        """As `Products.heads`."""
+        return self.matmul(x.transpose(0, 1), plain(weight)).transpose(0, 1)
 
     def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
         """y = x W. x: [M, K], weight: [K, N], or both with a leading batch dimension. Returns [M, N] with it, as `linear`."""

@@ -1,11 +1,13 @@
 """GLM's decoder, top to bottom: embedding, layers in index groups, final norm, head.
 
 x = embed(tokens); per layer x += attention(RMS(x)), x += ffn(RMS(x)); logits = head(RMS(x)). The MTP layer is not part of it.
+A sum is left to the norm that follows it: between two segments of a layer stand the residual stream and what is owed to it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,8 +17,8 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import IndexGroup, Selection, build_index_groups
 from glm_runtime.indexer import Indexer
 from glm_runtime.moe import GatedMlp, MixtureOfExperts
-from glm_runtime.norm import rms_norm
 from glm_runtime.numerics import Numerics
+from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.rope import RopeTable
 from glm_runtime.step_batch import StepBatch
@@ -54,30 +56,34 @@ class DecoderLayer:
     weights: LayerWeights
     attention: Attention
     mlp: GatedMlp | MixtureOfExperts
+    numerics: Numerics
 
     def forward(
         self,
-        x: Tensor,
+        residual: Tensor,
+        owed: tuple[Tensor, ...],
         rope: tuple[Tensor, Tensor],
         batch: StepBatch,
         cache: PagedCache,
         selection: Selection | None,
         forced: ForcedChoices,
-    ) -> tuple[Tensor, Selection]:
-        """x: [T, hidden]. Returns the residual stream after this layer, new, and the index group's selection."""
-        layer, eps = self.attention.layer, self.config.rms_norm_eps
-        hidden = rms_norm(x, self.weights.input_norm, eps)
+    ) -> tuple[Tensor, tuple[Tensor, ...], Selection]:
+        """residual: [T, hidden]; owed: what the layer before left to add to it, as `add_rms_norm` takes it.
+
+        Returns the residual stream, new, before this layer's feed-forward output, that output, owed, and the index group's selection.
+        """
+        layer, eps, impl = self.attention.layer, self.config.rms_norm_eps, self.numerics.impl
+        residual, hidden = add_rms_norm(residual, owed, self.weights.input_norm, eps, impl=impl)
         attended, selection = self.attention.forward(hidden, rope, batch, cache, selection, forced.lists.get(layer))
-        x = x + attended
-        hidden = rms_norm(x, self.weights.post_attention_norm, eps)
+        residual, hidden = add_rms_norm(residual, (attended,), self.weights.post_attention_norm, eps, impl=impl)
         if isinstance(self.mlp, MixtureOfExperts):
-            return x + self.mlp.forward(hidden, forced.experts.get(layer)), selection
-        return x + self.mlp.forward(hidden), selection
+            return residual, self.mlp.forward(hidden, forced.experts.get(layer)), selection
+        return residual, (self.mlp.forward(hidden),), selection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlmModel:
-    """The target model. Holds no state between steps; the cache is passed in."""
+    """The target model. Holds nothing between steps but its groups' buffers, hence one step at a time; the cache is passed in."""
 
     config: GlmConfig
     weights: ModelWeights
@@ -89,22 +95,25 @@ class GlmModel:
     def forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices | None = None) -> Tensor:
         """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new."""
         forced = forced or ForcedChoices()
-        x = self.weights.embedding.index_select(0, batch.tokens)
+        residual = self.weights.embedding.index_select(0, batch.tokens).to(self.numerics.dtype)
+        owed: tuple[Tensor, ...] = ()
         rope = self.rope.at(batch.positions)
         for group in self.groups:
             selection: Selection | None = None
             for layer in group.layers:
-                x, selection = self.layers[layer].forward(x, rope, batch, cache, selection, forced)
-        return rms_norm(x, self.weights.final_norm, self.config.rms_norm_eps)
+                residual, owed, selection = self.layers[layer].forward(residual, owed, rope, batch, cache, selection, forced)
+        return add_rms_norm(residual, owed, self.weights.final_norm, self.config.rms_norm_eps, impl=self.numerics.impl)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: the product to the runtime's dtype."""
-        return self.numerics.gemm.linear(hidden, self.weights.head).float()
+        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: by torch, the product to the runtime's dtype."""
+        return self.numerics.gemm.linear(hidden, self.weights.head, dtype=torch.float32)
 
 
-def build_model(config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int) -> GlmModel:
-    """Assemble the model for sequences of at most `max_positions` tokens."""
-    groups = build_index_groups(config)
+def build_model(
+    config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int, max_step_tokens: int | None = None
+) -> GlmModel:
+    """Assemble the model for sequences of at most `max_positions` tokens. max_step_tokens: as `build_index_groups`."""
+    groups = build_index_groups(config, max_step_tokens)
     layers = tuple(build_layer(config, weights.layers[layer], numerics, layer, group) for group in groups for layer in group.layers)
     rope = RopeTable.build(max_positions, config.qk_rope_head_dim, config.rope_theta)
     return GlmModel(config=config, weights=weights, numerics=numerics, rope=rope, groups=groups, layers=layers)
@@ -136,4 +145,4 @@ def build_layer(
         mlp = MixtureOfExperts(config=config, weights=weights.mlp, numerics=numerics)
     else:
         mlp = GatedMlp(weights=weights.mlp, numerics=numerics)
-    return DecoderLayer(config=config, weights=weights, attention=attention, mlp=mlp)
+    return DecoderLayer(config=config, weights=weights, attention=attention, mlp=mlp, numerics=numerics)

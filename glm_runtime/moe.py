@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.numerics import Numerics, silu
+from glm_runtime.numerics import Numerics
 from glm_runtime.ops.moe_experts import moe_experts
 from glm_runtime.ops.moe_route import Routing, moe_route
 from glm_runtime.weights import MlpWeights, MoeWeights
@@ -20,8 +20,8 @@ class GatedMlp:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [T, hidden]. Returns the same shape, new."""
-        gate, up = self.numerics.gemm.linear(hidden, self.weights.gate_up).chunk(2, dim=-1)
-        return self.numerics.gemm.linear(silu(gate) * up, self.weights.down)
+        gemm = self.numerics.gemm
+        return gemm.linear(gemm.gated(hidden, self.weights.gate_up), self.weights.down)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,17 @@ class MixtureOfExperts:
     weights: MoeWeights
     numerics: Numerics
 
-    def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> Tensor:
-        """hidden: [T, hidden]. forced_experts: as `moe_route`. Returns the same shape, new.
+    def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """hidden: [T, hidden]. forced_experts: as `moe_route`.
 
-        Rounds: the weighed sum of the routed experts once to hidden's dtype, then the sum with the shared expert.
+        Returns the two summands of y, new: the routed experts' weighed sum, fp32, and the shared expert's output. Whoever adds them
+        to the residual stream rounds the first, then both sums (`add_rms_norm`).
         """
         gemm = self.numerics.gemm
         logits = gemm.linear(hidden.float(), self.weights.router)  # fp32, whatever the runtime's dtype
-        chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts)
-        routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm)
-        shared = GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
-        return routed.to(hidden.dtype) + shared
+        chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts, impl=self.numerics.impl)
+        routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm, impl=self.numerics.impl)
+        return routed, GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
 
     @property
     def routing(self) -> Routing:

@@ -1,7 +1,7 @@
 """The two ways to compute: `deterministic`, where a row's bits depend on its own sequence alone, and `fast`.
 
 Deterministic means fp32 weights and activations, row-invariant matrix products (`linear.py`), one attention form over a list of
-fixed width, fixed key tiles, sums in a fixed order, and no function whose vector and scalar paths differ (see `silu`).
+fixed width, fixed key tiles, sums in a fixed order, and no function whose vector and scalar paths differ (`activation.py`).
 """
 
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from glm_runtime.config import GlmConfig
-from glm_runtime.linear import Gemm, check_items_independent, choose_gemm
+from glm_runtime.linear import Gemm, Products, check_items_independent, choose_gemm
+from glm_runtime.native_gemm import NativeGemm
 from glm_runtime.ops.impl import Impl
 
 NumericsMode = Literal["deterministic", "fast"]
@@ -29,7 +29,7 @@ class Numerics:
 
     mode: NumericsMode
     dtype: torch.dtype
-    gemm: Gemm
+    gemm: Products
     impl: Impl = "cpu"
     scratch_bytes: int = 2 << 20
 
@@ -44,24 +44,16 @@ def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
 
 
 def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]], impl: Impl = "cpu") -> Numerics:
-    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning.
+    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning that torch forms.
 
     Raises ConfigError when this machine's BLAS cannot be made deterministic (`choose_gemm`, `check_items_independent`).
     """
     if mode == "fast":
-        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=Gemm(), impl=impl)
+        gemm: Products = NativeGemm() if impl == "native" else Gemm()
+        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)
     heads, topk = config.num_attention_heads, config.index_topk
     check_items_independent(heads, config.latent_dim, topk)
     check_items_independent(heads, topk, config.kv_lora_rank)
-    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=choose_gemm(gemm_shapes), impl=impl)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)). torch.sigmoid gives an element other bits in the scalar tail of a buffer than in its vector part."""
-    return 1.0 / (1.0 + torch.exp(-x))
-
-
-def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), for the reason of `sigmoid`; computed in fp32, returned in x's dtype."""
-    wide = x.float()
-    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+    probed = choose_gemm(gemm_shapes)
+    gemm = NativeGemm(torch_form=probed) if impl == "native" else probed
+    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)

@@ -65,10 +65,10 @@ class GlmRuntime:
         check_runtime_config(runtime_config, config, layout)
         if runtime_config.num_threads is not None:
             torch.set_num_threads(runtime_config.num_threads)
-        dtype = weight_dtype(runtime_config.numerics, config)
-        weights = load_weights(directory, config, dtype, on_progress, with_mtp=max_drafts > 0)
         impl: Impl = "native" if choose_kernels(runtime_config.kernels) else "cpu"
-        shapes = gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)}
+        is_packed, dtype = impl == "native", weight_dtype(runtime_config.numerics, config)
+        weights = load_weights(directory, config, dtype, on_progress, is_packed=is_packed, with_mtp=max_drafts > 0)
+        shapes = {(config.index_head_dim, KEY_TILE_TOKENS)} | (gemm_shapes(weights) if not is_packed else set())
         numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
         model = build_model(config, weights, numerics, runtime_config.max_model_len_tokens or config.max_position_embeddings)
         logger.info(

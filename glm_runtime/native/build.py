@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from glm_runtime.runtime_config import KernelsChoice
+
 logger = logging.getLogger(__name__)
 
 SOURCE_DIRECTORY = Path(__file__).parent / "src"
@@ -31,8 +33,12 @@ FLAGS = (
     "-fPIC",
     "-Wall",
     "-Wextra",
+    "-Wno-maybe-uninitialized",  # GCC 12 sees `__m512 y = y` in its own headers
 )
 """No -ffast-math: the order of sums is part of what the deterministic mode promises. Products are fused where the source says so."""
+
+NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+"""As /proc/cpuinfo names what `simd.hpp` asks for."""
 
 _TIMEOUT_S = 300.0
 
@@ -61,8 +67,17 @@ def build_library(cache_directory: Path | None = None) -> Path:
     return target
 
 
+def are_kernels_expected(choice: KernelsChoice) -> bool:
+    """Whether the compiled kernels will serve under this choice, as far as can be told without compiling anything."""
+    return choice != "torch" and _compiler() is not None and set(NEEDED_FEATURES) <= set(_processor().split())
+
+
+def _compiler() -> str | None:
+    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+
+
 def _find_compiler() -> str:
-    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    found = _compiler()
     if found is None:
         raise BuildFailed(f"no C++ compiler was found (tried {', '.join(COMPILERS)}); on Debian and Ubuntu: apt-get install g++")
     return found

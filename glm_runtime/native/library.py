@@ -6,6 +6,7 @@ A call releases the interpreter's lock and runs on torch's own OpenMP threads (o
 
 import ctypes
 import logging
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,23 @@ logger = logging.getLogger(__name__)
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-SIGNATURES: dict[str, tuple[type, ...]] = {}
+SIGNATURES: dict[str, tuple[type, ...]] = {
+    "glm_linear": (_P, _I, _I, _P, _I, _I, _I, _I, _I, _P, _I, _I, _I, _P, _I, _I, _I),
+    "glm_experts": (_P, _I, _P, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _P, _P, _P, _P, _I),
+    "glm_add_rms_norm": (_P, _I, _P, _I, _I, _P, _I, _I, _P, _I, _P, _P, _I, _I, _I, _F),
+    "glm_embed_eh_norm": (_P, _P, _P, _I, _P, _I, _P, _P, _I, _P, _I, _I, _I, _F),
+    "glm_fused_norm_rope": (_P, _I, _P, _I, _I, *(_P,) * 4, _I, *(_P,) * 9, *(_I,) * 7, _F, _F),
+    "glm_moe_route": (_P, _I, _P, _P, _P, _P, *(_I,) * 6, _F),
+    "glm_vocab_argmax": (_P, _I, _I, _P, _P, _P, _I, _I),
+    "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
+    "glm_sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
+    "glm_select_topk": (_P, _I, _I, _P, _I, _P),
+    "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
+    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P),
+    "glm_fused_q": (_P, _I, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P),
+    "glm_index_queries": (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _P, _P),
+    "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
+}
 """Name of each exported function -> its arguments. All return nothing."""
 
 
@@ -35,6 +52,10 @@ class NativeLibrary:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Reached for names that are no entry of the table; also says what the entries are."""
+        raise AttributeError(f"no kernel is called {name}")
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from glm_runtime.paged_cache import CacheRegion
@@ -26,3 +27,10 @@ def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> N
     """Raises ValueError naming op, argument, expected and actual numbers of a row of the region."""
     if region.row_format.width != expected:
         raise ValueError(f"{op}: {argument} has rows of {region.row_format.width} numbers; expected {expected}")
+
+
+def is_bf16_rows(op: str, argument: str, tensor: Tensor) -> bool:
+    """Whether a compiled kernel is to read bf16, else fp32. Raises ValueError for another dtype and for rows that are not contiguous."""
+    if tensor.dtype not in (torch.float32, torch.bfloat16) or (tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+        raise ValueError(f"{op}: {argument} is {tensor.dtype} with strides {tensor.stride()}; expected fp32 or bf16, contiguous rows")
+    return tensor.dtype is torch.bfloat16

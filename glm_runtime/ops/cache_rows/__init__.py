@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm_runtime.ops.cache_rows import cpu, reference
+from glm_runtime.ops.cache_rows import cpu, native, reference
+from glm_runtime.ops.cache_rows.native import described_planes
 from glm_runtime.ops.impl import Impl, check_shape, choose_impl
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.row_format import RowFormat, RowKind
 
-__all__ = ["decode_rows", "encode_rows", "load_blocks", "round_queries", "store_rows"]
+__all__ = ["decode_rows", "described_planes", "encode_rows", "load_blocks", "round_queries", "store_rows"]
 
 _ROUNDS_QUERIES = frozenset({RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, RowKind.INDEX_MXFP4})
 
@@ -18,9 +19,13 @@ _ROUNDS_QUERIES = frozenset({RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, Ro
 def encode_rows(values: Tensor, row_format: RowFormat, *, impl: Impl | None = None) -> tuple[Tensor, ...]:
     """Round rows [T, D] into the format's planes. See `reference.py`. Raises ValueError for rows of another width."""
     check_shape("encode_rows", "values", values, (-1, row_format.width))
-    if choose_impl(impl, values) == "cpu":
-        return cpu.encode_rows(values, row_format)
-    return reference.encode_rows(values, row_format)
+    match choose_impl(impl, values):
+        case "native":
+            return native.encode_rows(values, row_format)
+        case "cpu":
+            return cpu.encode_rows(values, row_format)
+        case "reference":
+            return reference.encode_rows(values, row_format)
 
 
 def decode_rows(
@@ -35,16 +40,22 @@ def decode_rows(
         check_shape("decode_rows", "stored", plane, (stored[0].shape[0], size // dtype.itemsize))
     numbers = torch.empty(stored[0].shape[0], row_format.width) if out is None else out
     check_shape("decode_rows", "out", numbers, (stored[0].shape[0], row_format.width))
-    if choose_impl(impl, stored[0]) == "cpu":
-        return numbers, cpu.decode_rows(stored, row_format.kind, numbers)
-    return numbers, reference.decode_rows(stored, row_format.kind, numbers)
+    if choose_impl(impl, stored[0]) == "reference":
+        return numbers, reference.decode_rows(stored, row_format.kind, numbers)
+    return numbers, cpu.decode_rows(stored, row_format.kind, numbers)
 
 
 def store_rows(region: CacheRegion, slots: Tensor, values: Tensor, *, impl: Impl | None = None) -> None:
     """Round rows [T, D] and write them at slots [T]; a negative slot stores nothing, and no other may occur twice.
 
-    Raises ValueError for rows of another width than the region's.
+    This is also how rows that `fused_norm_rope` materialised are inserted, once those of all ranks are gathered. Raises ValueError for
+    rows of another width than the region's, and for another number of slots.
     """
+    check_shape("store_rows", "values", values, (-1, region.row_format.width))
+    check_shape("store_rows", "slots", slots, (values.shape[0],))
+    if impl == "native":
+        native.store_rows(region, slots, values)
+        return
     valid = (slots >= 0).nonzero().squeeze(1)
     region.put(slots[valid], encode_rows(values[valid], region.row_format, impl=impl))
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from glm_runtime.linear import Gemm
+from glm_runtime.linear import Products
 from glm_runtime.ops.impl import Impl, check_shape, check_width, choose_impl
-from glm_runtime.ops.index_logits import cpu, reference
+from glm_runtime.ops.index_logits import cpu, native, reference
 from glm_runtime.paged_cache import CacheRegion
 
 __all__ = ["KEY_TILE_TOKENS", "index_logits"]
@@ -14,7 +14,14 @@ KEY_TILE_TOKENS = cpu.KEY_TILE_TOKENS
 
 
 def index_logits(
-    queries: Tensor, weights: Tensor, keys: CacheRegion, block_tables: Tensor, positions: Tensor, *, gemm: Gemm, impl: Impl | None = None
+    queries: Tensor,
+    weights: Tensor,
+    keys: CacheRegion,
+    block_tables: Tensor,
+    positions: Tensor,
+    *,
+    gemm: Products,
+    impl: Impl | None = None,
 ) -> Tensor:
     """Score every visible key for every row. See `reference.py`. Raises ValueError for shapes that do not fit together."""
     num_sequences, num_rows, num_heads, width = queries.shape
@@ -24,6 +31,9 @@ def index_logits(
     check_shape("index_logits", "positions", positions, (num_sequences, num_rows))
     if (context := block_tables.shape[1] * keys.block_size_tokens) % KEY_TILE_TOKENS:
         raise ValueError(f"index_logits: block_tables cover {context} tokens; expected a multiple of {KEY_TILE_TOKENS}")
-    if choose_impl(impl, queries) == "cpu":
+    chosen = choose_impl(impl, queries)
+    if chosen == "native":
+        return native.index_logits(queries, weights, keys, block_tables, positions)
+    if chosen == "cpu":
         return cpu.index_logits(queries, weights, keys, block_tables, positions, gemm)
     return reference.index_logits(queries, weights, keys, block_tables, positions)

@@ -7,7 +7,7 @@ column; its rows are padded by `gemm`; heads are summed in order.
 import torch
 from torch import Tensor
 
-from glm_runtime.linear import Gemm
+from glm_runtime.linear import Products
 from glm_runtime.ops.cache_rows import load_blocks
 from glm_runtime.paged_cache import CacheRegion
 
@@ -18,7 +18,7 @@ _DOTS_AT_ONCE = 1024
 """Rows of one product: with a tile of keys 2 MB of dots, which stay in the cache for the four passes over them."""
 
 
-def index_logits(queries: Tensor, weights: Tensor, keys: CacheRegion, block_tables: Tensor, positions: Tensor, gemm: Gemm) -> Tensor:
+def index_logits(queries: Tensor, weights: Tensor, keys: CacheRegion, block_tables: Tensor, positions: Tensor, gemm: Products) -> Tensor:
     """Contract: `reference.index_logits`; S must be a multiple of KEY_TILE_TOKENS."""
     num_sequences, num_rows, num_heads, width = queries.shape
     block_size = keys.block_size_tokens
@@ -39,7 +39,7 @@ def index_logits(queries: Tensor, weights: Tensor, keys: CacheRegion, block_tabl
     return scores.masked_fill_(torch.arange(context) > positions[..., None], float("-inf"))
 
 
-def _score_tile(scores: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, gemm: Gemm) -> None:
+def _score_tile(scores: Tensor, queries: Tensor, weights: Tensor, keys: Tensor, gemm: Products) -> None:
     """scores [R, t, tile] = weighed sum over heads of the rectified dots of queries [R, t, H, D] and keys [R, D, tile]."""
     num_heads = queries.shape[2]
     dots = gemm.matmul(queries.flatten(1, 2), keys).relu_()  # [R, t * H, tile]

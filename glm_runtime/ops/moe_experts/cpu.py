@@ -7,11 +7,11 @@ padding is already in place. Sums run in the order of a row's own list, so a row
 import torch
 from torch import Tensor
 
-from glm_runtime.linear import Gemm
-from glm_runtime.numerics import silu
+from glm_runtime.activation import silu
+from glm_runtime.linear import Products
 
 
-def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, gemm: Gemm) -> Tensor:
+def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, gemm: Products) -> Tensor:
     """Contract: `reference.moe_experts`."""
     num_rows, num_chosen = chosen.shape
     flat = chosen.reshape(-1)

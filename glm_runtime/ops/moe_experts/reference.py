@@ -6,7 +6,7 @@ Legend: `T` rows, `H` hidden size, `I` inner size, `E` experts, `k` chosen exper
 import torch
 from torch import Tensor
 
-from glm_runtime.numerics import silu
+from glm_runtime.activation import silu
 
 
 def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

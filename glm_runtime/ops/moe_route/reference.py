@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glm_runtime.numerics import sigmoid
+from glm_runtime.activation import sigmoid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from glm_runtime.activation import sigmoid, silu
 from glm_runtime.norm import layer_norm, rms_norm
-from glm_runtime.numerics import sigmoid, silu
 from glm_runtime.rope import RopeTable, rotate_interleaved
 
 
@@ -54,7 +54,21 @@ def test_dot_products_depend_on_the_distance_only() -> None:
 def test_the_table_is_exact_at_far_positions() -> None:
     position, theta = 1_000_003, 8e6
     table = RopeTable.build(position + 1, 64, theta)
-    assert table.cos[position, 1].item() == pytest.approx(math.cos(position * theta ** (-2 / 64)), abs=1e-7)
+    cos, sin = table.at(torch.tensor([position]))
+    angle = position * theta ** (-2 / 64)
+    assert (cos[0, 1].item(), sin[0, 1].item()) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-7)
+
+
+def test_a_position_has_the_same_bits_whoever_asks_first_and_however_long_the_table_is() -> None:
+    """Stretches are made when needed, whole; the last one of a table too."""
+    positions = torch.tensor([5000, 1023, 0, 1024, 5001, 2047])
+    expected = RopeTable.build(8192, 64, 1e4).at(positions)
+    short = RopeTable.build(5002, 64, 1e4)
+    for order in (slice(0, 1), slice(3, 5), slice(0, 6)):
+        for actual, wanted in zip(short.at(positions[order]), expected, strict=True):
+            assert torch.equal(actual, wanted[order])
+    with pytest.raises((IndexError, RuntimeError), match="out of range"):
+        short.at(torch.tensor([5002]))
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 31, 33, 1000])

@@ -1,13 +1,20 @@
 """A poisoned pool with random block tables, for op tests."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from glm_runtime.native.library import choose_kernels
 from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.row_format import RowKind, make_row_format
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.pool_memory import PoolMemory
+
+NATIVE = pytest.param(
+    "native", marks=pytest.mark.skipif(not choose_kernels("auto"), reason="no compiler or no AVX-512: compiled kernels cannot be had here")
+)
+"""The compiled kernels, as a parameter of tests."""
 
 
 def poisoned_region(width: int, *, num_blocks: int = 40, block_size: int = 64, encoding: str = "bf16", layers: int = 2) -> CacheRegion:

@@ -6,7 +6,7 @@ from pathlib import Path
 import glm_runtime.ops
 
 OPS = Path(glm_runtime.ops.__file__).parent
-IMPLEMENTATIONS = {"reference", "cpu", "triton"}
+IMPLEMENTATIONS = {"reference", "cpu", "native", "triton"}
 
 
 def test_nobody_imports_an_implementation_from_outside_its_folder() -> None:
