@@ -1,6 +1,7 @@
 """Multi-head latent attention, in its two equal forms side by side.
 
-Expanded: keys and values are rebuilt from the latents, [k | v] = c W_kv; cheap when many rows share one short context.
+Expanded: keys and values are rebuilt from the latents, [k | v] = c W_kv; cheap when many rows share one context. Beyond index_topk tokens
+the selection becomes a mask.
 Absorbed: W_k moves into the query and W_v behind the sum, so that attention runs on the cached rows as they are; it needs no
 expansion, works on any list of rows, and is the only form in deterministic mode, because a row must not see which form its step took.
 
@@ -8,27 +9,32 @@ Legend: `T` rows, `H` heads, `N` nope dim, `R` rope dim, `C` latent rank, `V` va
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from glm_runtime.cache_layout import INDEX_K, MLA_KV
 from glm_runtime.config import GlmConfig
-from glm_runtime.index_group import IndexGroup, Selection, make_selection
+from glm_runtime.index_group import IndexGroup, Selection
 from glm_runtime.indexer import Indexer
 from glm_runtime.numerics import Numerics
 from glm_runtime.ops.cache_rows import load_blocks
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.fused_norm_rope import LatentNorms, fused_norm_rope
+from glm_runtime.ops.fused_q import fused_q
 from glm_runtime.ops.sparse_mla import sparse_mla
-from glm_runtime.packed_matrix import plain_heads
+from glm_runtime.packed_matrix import Operand, pack, plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch
 from glm_runtime.weights import AttentionWeights
 
+EXPANDED_MAX_BYTES = 256 << 20
+"""Most memory for the rebuilt keys and values of one context; beyond it the absorbed form serves."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """One layer's attention. `indexer` is None where the layer shares the list of its group's leader.
 
@@ -58,88 +64,122 @@ class Attention:
     ) -> tuple[Tensor, Selection]:
         """Store this step's keys, then attend to the cache as stored.
 
-        hidden: [T, hidden], normalised. rope: cos and sin at the rows' positions. selection: the group's; None lets its leader choose.
-        forced_lists: [T, K] tokens to attend to instead of the indexer's choice; -1 in a row's first column leaves that row alone.
-        Returns [T, hidden] and the group's selection.
+        hidden: [T, hidden], normalised. rope: cos and sin at the rows' positions. selection: the group's; None for its leader, which then
+        makes it (and stores index keys). forced_lists: [T, K] tokens to attend to instead of the indexer's choice; -1 in a row's first
+        column leaves that row alone. Returns [T, hidden] and the group's selection.
         """
-        gemm, (cos, sin) = self.numerics.gemm, rope
-        mla = cache.region(self.mla_component, self.layer)
+        gemm, mla = self.numerics.gemm, cache.region(self.mla_component, self.layer)
         projected = gemm.linear(hidden, self.weights.projections)  # [T, Q + C + R]
         norms = LatentNorms(self.weights.q_norm, self.weights.kv_norm, self.config.rms_norm_eps)
-        query_latent = fused_norm_rope(projected, norms, cos, sin, batch.slots, mla)  # [T, Q]
-        if selection is None:
+        if selection is not None:
+            query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, impl=self.numerics.impl)  # [T, Q]
+        else:
             assert self.indexer is not None, "the leader of a group runs before its followers"
-            lists = self._choose(self.indexer, hidden, query_latent, rope, batch, cache)
+            index_region = cache.region(self.index_component, self.layer)
+            raw_keys, head_weights = self.indexer.project(hidden)
+            index_keys = self.indexer.keys(raw_keys, index_region)
+            query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, index=index_keys, impl=self.numerics.impl)
+            lists = self.group.open(hidden.shape[0], self.indexer.list_width(batch))
+            self.indexer.select(query_latent, head_weights, rope, batch, index_region, lists)
             if forced_lists is not None:
-                lists = torch.where(forced_lists[:, :1] >= 0, forced_lists, lists)
-            selection = make_selection(lists, batch, mla)
-
+                lists.copy_(torch.where(forced_lists[:, :1] >= 0, forced_lists, lists))
+            selection = self.group.convert(lists, batch, mla, self.numerics.impl)
+        selection.check(self.layer, batch, mla)
         heads = gemm.linear(query_latent, self.weights.q_b).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
-        nope, rotary = heads.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)  # type: ignore[no-untyped-call]
-        rotary = rotate_interleaved(rotary, cos[:, None], sin[:, None])
-        attended = self._attend(nope, rotary, batch, mla, selection)  # [T, H, V]
+        attended = self._attend(heads, rope, batch, mla, selection)  # [T, H, V]
         return gemm.linear(attended.flatten(1), self.weights.output), selection
 
-    def _choose(
-        self, indexer: Indexer, hidden: Tensor, query_latent: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, cache: PagedCache
-    ) -> Tensor:
-        region = cache.region(self.index_component, self.layer)
-        raw_keys, head_weights = indexer.project(hidden)
-        indexer.store_keys(raw_keys, *rope, batch, region)
-        return indexer.select(indexer.queries(query_latent, *rope), head_weights, batch, region)
-
-    def _attend(self, nope: Tensor, rotary: Tensor, batch: StepBatch, mla: CacheRegion, selection: Selection) -> Tensor:
-        dense = [span for span in batch.spans if self.is_dense(span)]
-        if not dense:
-            return self.absorbed(nope, rotary, mla, selection.addresses)
-        is_sparse = torch.ones(nope.shape[0], dtype=torch.bool)
-        attended = nope.new_empty(*nope.shape[:2], self.config.v_head_dim)
-        for span in dense:
-            rows = slice(span.row_start, span.row_end)
-            is_sparse[rows] = False
-            attended[rows] = self.expanded(nope[rows], rotary[rows], batch.block_tables[span.sequence], span, mla)
-        if is_sparse.any():
-            attended[is_sparse] = self.absorbed(nope[is_sparse], rotary[is_sparse], mla, selection.addresses[is_sparse])
+    def _attend(self, heads: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, mla: CacheRegion, selection: Selection) -> Tensor:
+        """[T, H, V]: runs of rows in one form or the other."""
+        expanded = [span for span in batch.spans if self.is_expanded(span)]
+        if not expanded:
+            return self.absorbed(heads, rope, mla, selection.addresses)
+        attended = heads.new_empty(*heads.shape[:2], self.config.v_head_dim)
+        first = 0
+        for span in (*expanded, None):
+            last = heads.shape[0] if span is None else span.row_start
+            if first < last:
+                rows = slice(first, last)
+                attended[rows] = self.absorbed(heads[rows], _at(rope, rows), mla, selection.addresses[rows])
+            if span is not None:
+                rows = slice(span.row_start, span.row_end)
+                lists = None if span.end <= self.config.index_topk else selection.lists[rows]
+                table = batch.block_tables[span.sequence]
+                attended[rows] = self.expanded(heads[rows], _at(rope, rows), table, span, mla, lists)
+                first = span.row_end
         return attended
 
-    def is_dense(self, span: RowSpan) -> bool:
-        """Whether a prefill chunk attends to its whole context in expanded form."""
-        return not self.numerics.is_deterministic and span.num_rows > 1 and span.end <= self.config.index_topk
+    def is_expanded(self, span: RowSpan) -> bool:
+        """Whether a prefill chunk attends in expanded form: in fast mode, where it is less work and its memory is bounded."""
+        if self.numerics.is_deterministic or span.num_rows == 1:
+            return False
+        rebuilt_numbers = span.end * self.config.num_attention_heads * (self.config.qk_nope_head_dim + self.config.v_head_dim)
+        return rebuilt_numbers * self.numerics.dtype.itemsize <= EXPANDED_MAX_BYTES and is_expanding_cheaper(self.config, span)
 
-    def absorbed(self, nope: Tensor, rotary: Tensor, mla: CacheRegion, addresses: Tensor) -> Tensor:
+    def absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:
         """o_h = (sum_s p_s c_s) W_v,h with p = softmax((q_h W_k,h . c_s + rotary_h . kpe_s) / sqrt(N + R)).
 
-        nope: [T, H, N]; rotary: [T, H, R]; addresses: [T, W]. Returns [T, H, V].
+        heads: [T, H, N + R], not yet rotated; addresses: [T, W]. Returns [T, H, V].
+        Rounds: queries after W_k to heads' dtype, the latents before W_v to it; in fast mode the compiled kernel multiplies bf16 numbers.
         """
         gemm = self.numerics.gemm
-        absorbed = gemm.heads(nope, self.weights.key_up)  # [T, H, C]
-        queries = torch.cat((absorbed, rotary), dim=-1)  # [T, H, C + R]
+        absorbed = gemm.heads(heads[..., : self.config.qk_nope_head_dim], self.weights.key_up)  # [T, H, C]
         latents, _ = sparse_mla(
-            queries,
+            fused_q(heads, absorbed, *rope, impl=self.numerics.impl),
             mla,
             addresses,
             latent_dim=self.config.kv_lora_rank,
             scale=self.config.qk_head_dim**-0.5,
             scratch_bytes=self.numerics.scratch_bytes,
+            uses_bf16=heads.dtype == torch.bfloat16,
+            impl=self.numerics.impl,
         )
-        return gemm.heads(latents.to(nope.dtype), self.weights.value_up)  # [T, H, V]
+        return gemm.heads(latents.to(heads.dtype), self.weights.value_up)  # [T, H, V]
 
-    def expanded(self, nope: Tensor, rotary: Tensor, block_table: Tensor, span: RowSpan, mla: CacheRegion) -> Tensor:
-        """o_h = sum_s p_s v_s,h with [k_s,h | v_s,h] = [W_k,h c_s | c_s W_v,h] and p over all s up to the row.
+    def expanded(
+        self, heads: Tensor, rope: tuple[Tensor, Tensor], block_table: Tensor, span: RowSpan, mla: CacheRegion, lists: Tensor | None
+    ) -> Tensor:
+        """o_h = sum_s p_s v_s,h with [k_s,h | v_s,h] = c_s [W_k,h | W_v,h] and p over all s up to the row, or over its list.
 
-        nope: [t, H, N], rotary: [t, H, R] of one span; block_table: [B]. Returns [t, H, V].
+        heads: [t, H, N + R] of one span; block_table: [B]; lists: [t, K] or None. Returns [t, H, V].
+        Rounds: cached rows, keys and values to heads' dtype.
         """
+        nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         num_blocks = -(-span.end // mla.block_size_tokens)
-        context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(nope.dtype)
-        latents, shared_key = context[:, : self.config.kv_lora_rank], context[:, self.config.kv_lora_rank :]
-        keys = torch.einsum("sc,hnc->shn", latents, plain_heads(self.weights.key_up).to(nope.dtype))
-        values = torch.einsum("sc,hcv->shv", latents, plain_heads(self.weights.value_up).to(nope.dtype))
-        num_heads = self.config.num_attention_heads
+        context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(heads.dtype)
+        rebuilt = self.numerics.gemm.linear(context[:, :latent], self.expansion).view(span.end, heads.shape[1], -1)  # [S, H, N + V]
+        rotary = rotate_interleaved(heads[..., nope:], rope[0][:, None], rope[1][:, None])
         return dense_mla(
-            torch.cat((nope, rotary), dim=-1),
-            torch.cat((keys, shared_key[:, None].expand(-1, num_heads, -1)), dim=-1),
-            values,
+            torch.cat((heads[..., :nope], rotary), dim=-1),
+            rebuilt,
+            context[:, latent:],
+            lists,
             start=span.start,
             scale=self.config.qk_head_dim**-0.5,
             scratch_bytes=self.numerics.scratch_bytes,
-        ).to(nope.dtype)
+            impl=self.numerics.impl,
+        )
+
+    @cached_property
+    def expansion(self) -> Operand:
+        """[H * (N + V), C]: W_k and W_v by head as one operand of `linear`. Made when it is first used; deterministic mode never does."""
+        by_head = torch.cat((plain_heads(self.weights.key_up), plain_heads(self.weights.value_up).transpose(1, 2)), dim=1).flatten(0, 1)
+        return by_head if isinstance(self.weights.key_up, Tensor) else pack(by_head)
+
+
+def _at(rope: tuple[Tensor, Tensor], rows: slice) -> tuple[Tensor, Tensor]:
+    return rope[0][rows], rope[1][rows]
+
+
+def is_expanding_cheaper(config: GlmConfig, span: RowSpan) -> bool:
+    """Whether the expanded form takes fewer multiplications for these rows; both forms were measured to run at the same rate.
+
+    Expanded: W_kv on every token of the context, then N + R + V for each (row, earlier token). Absorbed: W_k and W_v on every row, then
+    2 C + R for each (row, listed token). Whole prompts expand up to about 3.5 index_topk tokens, later chunks less far.
+    """
+    per_head = (config.qk_nope_head_dim + config.v_head_dim) * config.kv_lora_rank
+    earlier = span.end - span.num_rows // 2
+    expanded = span.end * per_head + span.num_rows * earlier * (config.qk_head_dim + config.v_head_dim)
+    listed = min(earlier, config.index_topk)
+    absorbed = span.num_rows * per_head + span.num_rows * listed * (config.kv_lora_rank + config.latent_dim)
+    return expanded < absorbed

@@ -70,7 +70,8 @@ class GlmRuntime:
         weights = load_weights(directory, config, dtype, on_progress, is_packed=is_packed, with_mtp=max_drafts > 0)
         shapes = {(config.index_head_dim, KEY_TILE_TOKENS)} | (gemm_shapes(weights) if not is_packed else set())
         numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
-        model = build_model(config, weights, numerics, runtime_config.max_model_len_tokens or config.max_position_embeddings)
+        longest = runtime_config.max_model_len_tokens or config.max_position_embeddings
+        model = build_model(config, weights, numerics, longest, runtime_config.max_step_tokens)
         logger.info(
             "cache formats chosen requested=%s backend=%s device=%s cache_format=%s index_format=%s index_scale=%s bytes_per_token=%g",
             runtime_config.cache_format, formats.backend, SERVING_DEVICE, formats.main, formats.index, formats.index_scale,
@@ -88,7 +89,7 @@ class GlmRuntime:
             layout=layout,
             weights_version=version,
             model=model,
-            mtp=build_mtp(model, weights.mtp) if weights.mtp is not None else None,
+            mtp=build_mtp(model, weights.mtp, runtime_config.max_step_tokens) if weights.mtp is not None else None,
         )
 
     @property

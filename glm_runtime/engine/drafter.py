@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
-from glm_runtime.mtp import MtpLayer, rows_of
+from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
 from kv_transfer.identity import SequenceId
@@ -62,15 +62,13 @@ class Drafter:
         recycled, selection = self._mtp.forward(padded, batch, self._cache)
         if not wanted:
             return {}
-        last_rows = [span.row_end - 1 for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted]
-        chosen = rows_of(selection, last_rows)
-        rows = torch.tensor(last_rows, dtype=torch.int64)
-        drafts = self._mtp.draft(
-            recycled.index_select(0, rows), batch.positions.index_select(0, rows), chosen, self._cache, max(wanted.values())
-        )
-        drafting = [piece.sequence_id for piece in slices if piece.sequence_id in wanted]
+        drafting = [
+            (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
+        ]
+        rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
+        drafts = self._mtp.draft(recycled, batch, selection, rows, max(wanted.values()), self._cache)
         guesses: list[list[int]] = drafts.tolist()
-        return {name: tuple(row[: wanted[name]]) for name, row in zip(drafting, guesses, strict=True)}
+        return {name: tuple(guessed[: wanted[name]]) for (name, _), guessed in zip(drafting, guesses, strict=True)}
 
     def _batch(self, slices: Sequence[SequenceSlice]) -> StepBatch:
         return build_batch(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from glm_runtime.indexer import KEY_NORM_EPS, Indexer
+from glm_runtime.config import GlmConfig
+from glm_runtime.indexer import Indexer
 from glm_runtime.moe import MixtureOfExperts
-from glm_runtime.norm import layer_norm
-from glm_runtime.ops.cache_rows import store_rows
+from glm_runtime.ops.select_topk import select_topk
+from glm_runtime.packed_matrix import pack, plain
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import RopeTable
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import NumericsChoice, RuntimeConfig
 from glm_runtime.step_batch import StepBatch
+from glm_runtime.weights import IndexerWeights
 from tests.conformance.glm_oracle import Oracle, OracleRun
 from tests.conformance.glm_schedules import ScheduledRuntime, Step, chunked, decoded, mixed
 from tests.conformance.tolerances import LOGITS_OF_LARGEST
@@ -192,38 +194,47 @@ def test_fast_mode_on_an_fp32_checkpoint_including_the_expanded_form(small: Subj
     fast.assert_equal(list(range(len(lengths))), mixed(lengths, [9] * len(lengths)))
 
 
-class HalfSplitIndexer(Indexer):
-    """The fault: DeepSeek-V3.2's pairing (i, i + R / 2) instead of GLM's (2i, 2i + 1)."""
+def half_split(weights: IndexerWeights, config: GlmConfig) -> IndexerWeights:
+    """The fault: DeepSeek-V3.2's pairing (i, i + R / 2) instead of GLM's (2i, 2i + 1).
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rope_dim = self.config.qk_rope_head_dim
-        first, second = x[..., : rope_dim // 2], x[..., rope_dim // 2 : rope_dim]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., rope_dim:]), dim=-1)
-
-    def store_keys(self, raw_keys: Tensor, cos: Tensor, sin: Tensor, batch: StepBatch, region: CacheRegion) -> None:
-        keys = self.rotate(layer_norm(raw_keys, self.weights.k_norm_weight, self.weights.k_norm_bias, KEY_NORM_EPS), cos, sin)
-        store_rows(region, batch.slots[: batch.num_rows], keys[: batch.num_rows])
+    Numbers that would be paired wrongly are put side by side, in queries and keys alike, so that their products stay the same.
+    """
+    half, width = config.qk_rope_head_dim // 2, config.index_head_dim
+    order = torch.cat((torch.arange(2 * half).view(2, half).t().flatten(), torch.arange(2 * half, width)))
+    queries = plain(weights.queries).unflatten(0, (config.index_n_heads, width))[:, order].flatten(0, 1)
+    projections = plain(weights.key_and_weights).clone()
+    projections[:width] = projections[order]
+    is_packed = not isinstance(weights.queries, Tensor)
+    return IndexerWeights(
+        queries=pack(queries) if is_packed else queries,
+        key_and_weights=pack(projections) if is_packed else projections,
+        k_norm_weight=weights.k_norm_weight[order],
+        k_norm_bias=weights.k_norm_bias[order],
+    )
 
 
 class LinearIndexer(Indexer):
     """The fault: the ReLU between dot product and head weight is missing."""
 
-    def score(self, queries: Tensor, weights: Tensor, region: CacheRegion, block_tables: Tensor, positions: Tensor) -> Tensor:
-        keys = region.planes[0][block_tables].flatten(1, 2).float().nan_to_num()
-        scores = torch.einsum("rth,rthd,rsd->rts", weights, queries, keys)
-        return scores.masked_fill(torch.arange(keys.shape[1]) > positions[..., None], float("-inf"))
+    def choose(self, queries: Tensor, weights: Tensor, batch: StepBatch, region: CacheRegion, lists: Tensor) -> None:
+        keys = region.planes[0][batch.block_tables[batch.row_sequences]].flatten(1, 2).float().nan_to_num()
+        scores = torch.einsum("th,thd,tsd->ts", weights, queries, keys)
+        lists.copy_(select_topk(scores, batch.visible, lists.shape[1]))
 
 
-def with_indexer(runtime: GlmRuntime, faulty: type[Indexer]) -> GlmRuntime:
-    """The same runtime with every indexer replaced by a faulty one."""
+def with_indexers(runtime: GlmRuntime, change: Callable[[Indexer], Indexer]) -> GlmRuntime:
+    """The same runtime with every indexer replaced."""
     layers = []
     for layer in runtime.model.layers:
-        indexer = layer.attention.indexer
-        if indexer is not None:
-            replaced = faulty(config=indexer.config, weights=indexer.weights, numerics=indexer.numerics)
-            layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, indexer=replaced))
+        if layer.attention.indexer is not None:
+            layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, indexer=change(layer.attention.indexer)))
         layers.append(layer)
     return dataclasses.replace(runtime, model=dataclasses.replace(runtime.model, layers=tuple(layers)))
+
+
+def rebuilt(indexer: Indexer, faulty: type[Indexer] = Indexer) -> Indexer:
+    """The same indexer, of another class."""
+    return faulty(config=indexer.config, weights=indexer.weights, numerics=indexer.numerics)
 
 
 def without_gate_bias(runtime: GlmRuntime) -> GlmRuntime:
@@ -238,13 +249,14 @@ def without_gate_bias(runtime: GlmRuntime) -> GlmRuntime:
 
 
 def test_half_split_indexer_rope_turns_the_comparison_red(subject: Subject) -> None:
-    faulty = subject.with_runtime(with_indexer(subject.runtime, HalfSplitIndexer))
+    changed = with_indexers(subject.runtime, lambda it: dataclasses.replace(it, weights=half_split(it.weights, it.config)))
+    faulty = subject.with_runtime(changed)
     with pytest.raises(AssertionError, match="of its largest logit off"):
         faulty.assert_equal([0], chunked(len(subject.prompts[0]), 64))
 
 
 def test_a_dropped_relu_turns_the_comparison_red(subject: Subject) -> None:
-    faulty = subject.with_runtime(with_indexer(subject.runtime, LinearIndexer))
+    faulty = subject.with_runtime(with_indexers(subject.runtime, lambda it: rebuilt(it, LinearIndexer)))
     with pytest.raises(AssertionError, match="of its largest logit off"):
         faulty.assert_equal([0], chunked(len(subject.prompts[0]), 64))
 
@@ -256,5 +268,5 @@ def test_a_dropped_gate_bias_turns_the_comparison_red(subject: Subject) -> None:
 
 
 def test_an_indexer_rebuilt_without_a_fault_stays_green(small: Subject) -> None:
-    same = small.with_runtime(with_indexer(small.runtime, Indexer))
+    same = small.with_runtime(with_indexers(small.runtime, rebuilt))
     same.assert_equal([0], chunked(len(small.prompts[0]), 64))

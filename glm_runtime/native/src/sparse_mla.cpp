@@ -143,14 +143,7 @@ void weigh_tile(const Call& call, int64_t count, bool is_first, const Work<Numbe
 void pair_keys(const Call& call, int64_t count, const Work<bf16>& work) {
     const int64_t width = call.padded_width(), latent = call.padded_latent();
     for (int64_t key = 0; key < count; key += 2)
-        for (int64_t c = 0; c < latent; c += 32) {
-            const __m512i even = _mm512_loadu_si512(work.keys + key * width + c), odd = _mm512_loadu_si512(work.keys + (key + 1) * width + c);
-            const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
-            const __m512i take_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), take_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-            uint32_t* to = work.key_pairs + key / 2 * latent + c;
-            _mm512_storeu_si512(to, _mm512_permutex2var_epi64(low, take_low, high));
-            _mm512_storeu_si512(to + kLanes, _mm512_permutex2var_epi64(low, take_high, high));
-        }
+        pair_rows(work.keys + key * width, work.keys + (key + 1) * width, latent, work.key_pairs + key / 2 * latent);
 }
 
 template <class Operand>

@@ -51,6 +51,17 @@ inline vec dots_4x4(const Number* a, int64_t a_stride, const Number* b, int64_t 
     return sum_each(sums);
 }
 
+// Two rows of bf16 side by side, number by number; width a multiple of 32.
+inline void pair_rows(const bf16* even, const bf16* odd, int64_t width, uint32_t* to) {
+    const __m512i take_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), take_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    for (int64_t c = 0; c < width; c += 32) {
+        const __m512i a = _mm512_loadu_si512(even + c), b = _mm512_loadu_si512(odd + c);
+        const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+        _mm512_storeu_si512(to + c, _mm512_permutex2var_epi64(low, take_low, high));
+        _mm512_storeu_si512(to + c + kLanes, _mm512_permutex2var_epi64(low, take_high, high));
+    }
+}
+
 // Broadcast of one number, or of one pair of bf16.
 inline vec broadcast(const float* p) { return _mm512_set1_ps(*p); }
 inline __m512bh broadcast(const uint32_t* p) { return (__m512bh)_mm512_set1_epi32(int(*p)); }

@@ -32,7 +32,7 @@ def index_select(
     """Contract: `reference.index_select`."""
     tokens = torch.arange(lists.shape[1])
     is_listed = (tokens < batch.visible[:, None]) & (batch.visible[:, None] <= topk)
-    torch.where(is_listed, tokens, -1, out=lists)
+    lists.copy_(torch.where(is_listed, tokens, -1))
     for scored in batch.scored:
         _select_scored(lists, queries, weights, scored, keys, topk, gemm, scratch_bytes)
 

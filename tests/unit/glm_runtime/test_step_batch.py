@@ -1,6 +1,4 @@
-"""From plan to tensors: rows, slots, index groups and the rectangles of rows that need scores."""
-
-import dataclasses
+"""From plan to tensors: rows, slots and the rectangles of rows that need scores."""
 
 import pytest
 import torch
@@ -8,12 +6,9 @@ import torch
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
-from glm_runtime.index_group import build_index_groups, list_all_visible, make_selection
-from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.step_batch import StepBatch, group_scored_rows
 from kv_transfer.identity import BlockId, SequenceId
 from tests.glm_checkpoints import TINY
-from tests.unit.glm_runtime.ops.pools import poisoned_region
 
 
 @pytest.fixture(scope="module")
@@ -77,32 +72,3 @@ def test_padding_of_a_rectangle_is_at_most_half(config: GlmConfig) -> None:
 def test_a_wrong_plan_is_a_bug(config: GlmConfig, bad: SequenceSlice, says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         batch_of(config, bad)
-
-
-def test_index_groups_of_the_shipped_checkpoint(config: GlmConfig) -> None:
-    groups = build_index_groups(config)
-    assert [group.layers for group in groups] == [(0,), (1,), (2, 3, 4, 5), (6,)]
-    assert [group.leader for group in groups] == [0, 1, 2, 6]
-
-
-def test_every_layer_is_in_one_group(config: GlmConfig) -> None:
-    for schedule in (config.indexer_types[:1] * 7, config.indexer_types[:1] + config.indexer_types[3:4] * 6):
-        groups = build_index_groups(dataclasses.replace(config, indexer_types=schedule))
-        assert [layer for group in groups for layer in group.layers] == list(range(7))
-
-
-def test_lists_without_scores_hold_all_visible_tokens(config: GlmConfig) -> None:
-    batch = batch_of(config, piece("a", [1, 2, 3], 0, [1]), piece("b", [1], 64, [2, 3]), row_tile=8)
-    lists = list_all_visible(batch, 64)
-    assert [row[row >= 0].tolist() for row in lists] == [[0], [0, 1], [0, 1, 2], [], [], [], [], []]
-
-
-def test_a_selection_is_where_the_listed_tokens_lie(config: GlmConfig) -> None:
-    batch = batch_of(config, piece("a", [1], 10, [7]), piece("b", [1], 130, [4, 30, 9]))
-    region = poisoned_region(24)
-    slots = torch.tensor([7 * 64 + 3, 30 * 64 + 1, 9 * 64 + 2])
-    store_rows(region, slots, torch.arange(3.0)[:, None].expand(3, 24))
-    selection = make_selection(torch.tensor([[3, -1], [65, 130]]), batch, region)
-    assert selection.addresses[0, 1] == -1
-    assert region.rows[selection.addresses[0, 0]].eq(0.0).all()
-    assert region.rows[selection.addresses[1]].float().tolist() == [[1.0] * 24, [2.0] * 24]
