@@ -24,7 +24,7 @@ def candidates(scores: Scores, *, top_k: int, top_p: float, min_p: float) -> Ids
         floor = max(floor, np.partition(scores, -top_k)[-top_k])
     ids = np.flatnonzero(scores >= floor) if floor > -np.inf else np.flatnonzero(scores > -np.inf)
     if 0 < top_k < len(ids):
-        ids = np.sort(ids[np.argsort(-scores[ids], kind="stable")[:top_k]])
+        ids = ids[_largest(scores[ids], top_k)]
     if top_p < 1.0:
         ids = _shortest_prefix(ids, scores[ids], best, top_p)
     return ids
@@ -35,9 +35,16 @@ def _shortest_prefix(ids: Ids, scores: Scores, best: float, top_p: float) -> Ids
     total = np.add.reduce(weights)
     # Tokens below this have together less than half of what is cut: the prefix ends before the first of them.
     is_near = weights >= 0.5 * (1.0 - top_p) * total / len(ids)
-    near, near_weights = ids[is_near], weights[is_near]
-    order = np.argsort(-scores[is_near], kind="stable")
-    ranked = near_weights[order]
-    is_kept = np.cumsum(ranked) - ranked < top_p * total
-    is_kept[0] = True
-    return np.sort(near[order[is_kept]])
+    near = scores[is_near]
+    ranked = np.exp(np.sort(near)[::-1] - best)
+    num_kept = max(int((np.cumsum(ranked) - ranked < top_p * total).sum()), 1)
+    prefix: Ids = ids[is_near][_largest(near, num_kept)]
+    return prefix
+
+
+def _largest(scores: Scores, count: int) -> NDArray[np.bool_]:
+    """Which are the `count` largest, of equals the first: selecting is several times as fast as a stable sort."""
+    floor = np.partition(scores, -count)[-count]
+    is_kept: NDArray[np.bool_] = scores > floor
+    is_kept[np.flatnonzero(scores == floor)[: count - int(is_kept.sum())]] = True
+    return is_kept
