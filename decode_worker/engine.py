@@ -87,7 +87,7 @@ class DecodeEngine:
 
     def _view(self) -> DecodeView:
         size = self._limits.block_size_tokens
-        running = self._sequences.in_phase(Phase.RUNNING)
+        running = _drawable(self._sequences.in_phase(Phase.RUNNING))
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
         num_drafts = tuple([self._num_drafts_of(sequence) for sequence in running]) if self._num_drafts else ()
         num_available = self._model.pool.num_unpromised
@@ -98,7 +98,7 @@ class DecodeEngine:
             free_slots=free_slots,
             credit_blocks=tuple([self._receiver.credit_blocks(sequence) for sequence in running]) if not is_roomy else (),
             freed_blocks=tuple([self._freed_blocks(sequence) for sequence in running]) if num_full > num_available else (),
-            filling=tuple([_demand_of(sequence) for sequence in self._sequences.in_phase(Phase.FILLING)]),
+            filling=tuple([_demand_of(sequence) for sequence in _drawable(self._sequences.in_phase(Phase.FILLING))]),
             preempted=tuple([self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)]),
             num_available_blocks=num_available,
             num_drafts=num_drafts,
@@ -154,6 +154,7 @@ class DecodeEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling,
             token_index=sequence.next_index,
+            grammar=sequence.grammar,
             num_drafts=len(drafts),
             num_next_drafts=self._num_next_drafts(sequence),
             seed_hidden=sequence.seed_hidden if is_seeded else None,
@@ -170,6 +171,7 @@ class DecodeEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling if is_last else None,
             token_index=sequence.next_index,
+            grammar=sequence.grammar,
             next_token=None if is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
             num_next_drafts=self._num_next_drafts(sequence) if is_last else 0,
         )
@@ -196,6 +198,9 @@ class DecodeEngine:
         run = result.samples[piece.sequence_id]
         self.drafts.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
         taken = sequence.append_run(run)
+        if not sequence.follow_grammar(taken):
+            self._receiver.grammar_broken(sequence, now_s)
+            return
         sequence.num_stored_tokens = piece.start + piece.num_given + len(taken) - 1
         sequence.drafts, sequence.seed_hidden = result.drafts.get(piece.sequence_id, ()), None
         self._cache_blocks(sequence)
@@ -218,3 +223,8 @@ class DecodeEngine:
 
 def _demand_of(sequence: DecodeSequence) -> PrefillDemand:
     return PrefillDemand(sequence_id=sequence.sequence_id, num_computed_tokens=sequence.num_stored_tokens, num_tokens=sequence.num_tokens)
+
+
+def _drawable(sequences: list[DecodeSequence]) -> list[DecodeSequence]:
+    """Those whose grammar is not awaited."""
+    return [sequence for sequence in sequences if not sequence.awaits_grammar]

@@ -12,9 +12,11 @@ from decode_worker.pairs import PrefillPairs
 from decode_worker.reads import Reads
 from decode_worker.sequences import DecodeSequence, DecodeSequences, Phase
 from decode_worker.token_outbox import TokenOutbox
+from glm_runtime.engine.grammar_desk import GrammarDesk
 from glm_runtime.engine.request_check import RequestLimits, check_request
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.worker_role import Outside
+from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.errors import InvalidRequest, TransferError
 from kv_transfer.handoff import DestroyAgent, Dropped, Effect, FillLocally, PostRead, Ready, RecordArrived, Send, SuspectPeer
 from kv_transfer.identity import PackedTokens, PeerId, SequenceId, TransferId, count_tokens, peer_id
@@ -41,6 +43,7 @@ class Receiver:
         looks_one_token_ahead: bool = False,
         request_limits: RequestLimits,
         config: DecodeConfig,
+        grammars: GrammarDesk,
     ) -> None:
         self._session = session
         self._sequences = sequences
@@ -53,6 +56,7 @@ class Receiver:
         self._looks_one_token_ahead = looks_one_token_ahead
         self._request_limits = request_limits
         self._config = config
+        self._grammars = grammars
         self._is_draining = False
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -71,6 +75,24 @@ class Receiver:
         if not is_known and self._session.is_live(transfer):
             self._add(message, router)
         self._carry_out(effects, now_s)
+        if not is_known and message.sampling.grammar is not None and (sequence := self._sequences.of_transfer(transfer)) is not None:
+            self._request_grammar(sequence)
+
+    def _request_grammar(self, sequence: DecodeSequence) -> None:
+        """Steps draw for the sequence when its grammar has come; the record's token may come before it."""
+
+        def ready(state: GrammarState) -> None:
+            if not state.accept(sequence.token_ids(sequence.num_given_tokens, sequence.num_tokens)):
+                failed(_cannot_go_on(state), self._grammars.now_s())
+            sequence.grammar, sequence.awaits_grammar = state, False
+            self._outside.wake()
+
+        def failed(reason: str, now_s: float) -> None:
+            self.grammar_failed(sequence, reason, now_s)
+
+        sequence.awaits_grammar = True
+        emitted = sequence.token_ids(sequence.num_prompt_tokens, sequence.num_given_tokens)
+        self._grammars.request(sequence.sampling, emitted, ready, failed)
 
     def ask(self, peer: PeerId, message: Ask, now_s: float) -> None:
         """Say again what was emitted from `next_index` on, or GONE."""
@@ -162,6 +184,17 @@ class Receiver:
         sequence.lose_blocks()
         self._carry_out(self._session.finished(sequence.transfer, now_s), now_s)
 
+    def grammar_broken(self, sequence: DecodeSequence, now_s: float) -> None:
+        """The sequence's newest tokens, which nobody has been shown, are not of its grammar, or that has become too complex."""
+        assert sequence.grammar is not None, "a sequence without a grammar breaks none"
+        self.grammar_failed(sequence, _cannot_go_on(sequence.grammar), now_s)
+
+    def grammar_failed(self, sequence: DecodeSequence, reason: str, now_s: float) -> None:
+        """The request's constraint cannot be kept: nobody else could keep it."""
+        if self._sequences.of_id(sequence.sequence_id) is sequence:
+            failure = self._session.fail(sequence.transfer, FailureKind.REQUEST_FAULT, InvalidRequest.code, reason, now_s)
+            self._carry_out(failure, now_s)
+
     # -- effects -------------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect], now_s: float) -> None:
@@ -176,7 +209,7 @@ class Receiver:
                 case DestroyAgent(peer):
                     self._pairs.destroy(peer)
                 case RecordArrived(transfer, record):
-                    self._take_record(self._of(transfer), record)
+                    self._take_record(self._of(transfer), record, now_s)
                 case Ready(transfer):
                     self._take_filled(self._of(transfer), now_s)
                 case FillLocally(transfer, from_token):
@@ -189,12 +222,15 @@ class Receiver:
         assert sequence is not None, f"the session knows {transfer.request_id} attempt {transfer.attempt}, the worker does not"
         return sequence
 
-    def _take_record(self, sequence: DecodeSequence, record: HandoffRecord) -> None:
+    def _take_record(self, sequence: DecodeSequence, record: HandoffRecord, now_s: float) -> None:
         """Show the token that prefill drew at once, blocks or no blocks."""
         assert sequence.next_index == sequence.first_index, "the record's token is the first of its attempt"
         sequence.num_cached_tokens = record.num_cached_tokens
         sequence.seed_hidden = record.hidden_state
         sequence.append(record.token)
+        if not sequence.follow_grammar((record.token,)):
+            self.grammar_broken(sequence, now_s)
+            return
         self._outbox.add(sequence, sequence.first_index, (record.token,))
         self._outbox.flush()
 
@@ -256,6 +292,7 @@ class Receiver:
                 sampling=message.sampling,
                 limits=self._request_limits,
             )
+            self._grammars.check(message.sampling)
         except InvalidRequest as error:
             return Failed(message.transfer, FailureKind.REQUEST_FAULT, error.code, error.message)
         if self._is_draining:
@@ -288,3 +325,7 @@ class Receiver:
         self._sequences.add(sequence)
         self.num_query_tokens += sequence.num_given_tokens
         self.num_hit_tokens += self._session.have_tokens(transfer)
+
+
+def _cannot_go_on(state: GrammarState) -> str:
+    return f"the grammar cannot go on: {state.error}"

@@ -15,6 +15,7 @@ from decode_worker.reads import Reads
 from decode_worker.receiver import Receiver
 from decode_worker.sequences import DecodeSequences, Phase
 from decode_worker.token_outbox import TokenOutbox
+from glm_runtime.engine.grammar_desk import GrammarDesk
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_plan import StepPlan, StepResult
@@ -49,6 +50,7 @@ class DecodeRole:
         self._reads = Reads(self._transfers, model.memory.block_bytes)
         terms = PairTerms.of_pool(model.layout, model.weights_version, model.memory)
         self._pairs = PrefillPairs(terms, self._transfers, self._reads, outside, network, random.Random(me.incarnation))
+        self._grammars = GrammarDesk(model.grammars, time.monotonic)
         self._receiver = Receiver(
             self._session,
             self._sequences,
@@ -61,6 +63,7 @@ class DecodeRole:
             looks_one_token_ahead=model.layout.looks_one_token_ahead,
             request_limits=model.request_limits,
             config=config,
+            grammars=self._grammars,
         )
         self._num_stale = 0
         self._outside = outside
@@ -133,6 +136,7 @@ class DecodeRole:
 
     async def close(self) -> None:
         """End the pairs, then the transfer thread; every READ has ended then."""
+        self._grammars.close()
         await self._pairs.close()
         await self._transfers.close()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, unique
 
 from glm_runtime.runtime_config import MOST_DRAFTS
+from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.block_keys import extend_block_keys
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters
@@ -46,6 +47,7 @@ class DecodeSequence:
     last_token: the newest token that this attempt has emitted.
     drafts: guesses at what follows it. seed_hidden: the hidden state of the last stored token, from another worker: drafts can be made
     of it in the next step.
+    grammar: where the output is in its grammar. awaits_grammar: it is not compiled yet, and no step draws for the sequence.
     """
 
     sequence_id: SequenceId
@@ -71,6 +73,8 @@ class DecodeSequence:
     drafts: tuple[int, ...] = ()
     seed_hidden: bytes | None = None
     finish: FinishReason | None = None
+    grammar: GrammarState | None = None
+    awaits_grammar: bool = False
 
     @property
     def next_index(self) -> int:
@@ -104,6 +108,10 @@ class DecodeSequence:
             if self.finish is not None:
                 return tokens[:number]
         return tokens
+
+    def follow_grammar(self, tokens: tuple[int, ...]) -> bool:
+        """Whether tokens that were just appended are of the sequence's grammar; without one, and before it has come, they are."""
+        return self.grammar is None or self.grammar.accept(tokens)
 
     @property
     def num_left_tokens(self) -> int:

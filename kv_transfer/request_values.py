@@ -42,7 +42,7 @@ class SamplingParameters(_Part, frozen=True):
     output; the other two: 0 is off; of the output. logit_bias: (token id, what is added to its logit), each id once.
     allowed_token_ids: empty allows all. bad_words: token sequences whose last token is not drawn after the others.
     logprobs, prompt_logprobs: how many of the largest to tell beside the token's own; 0 its own alone, -1 none.
-    grammar: what the output must look like; no other parameter that forbids tokens goes with it.
+    grammar: what the output must look like; where nothing is left to draw, the other parameters that forbid tokens give way to it.
     """
 
     max_tokens: int

@@ -96,6 +96,7 @@ class PrefillEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling if chunk.is_last else None,
             token_index=sequence.first_index,
+            grammar=sequence.grammar,
             keeps_hidden=chunk.is_last and self._model.layout.looks_one_token_ahead,
             next_token=None if chunk.is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
         )
@@ -114,5 +115,8 @@ class PrefillEngine:
             self._sender.sealed(sequence, piece.start, piece.end, now_s)
         if piece.sampling is not None:
             (token,) = result.samples[piece.sequence_id]
+            if sequence.grammar is not None and not sequence.grammar.accept((token,)):
+                self._sender.grammar_failed(sequence, f"the grammar cannot go on: {sequence.grammar.error}", now_s)
+                return
             self._sender.completed(sequence, token, now_s, result.hidden_states.get(piece.sequence_id))
             self._sequences.complete(sequence)

@@ -5,7 +5,9 @@ Knows: which part answers which message. Does not know how any of them does it.
 
 import asyncio
 import logging
+import time
 
+from glm_runtime.engine.grammar_desk import GrammarDesk
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_plan import StepPlan, StepResult
@@ -41,8 +43,15 @@ class PrefillRole:
         callbacks = TransferCallbacks(on_done=_no_read_done, on_failed=_no_read_failed, on_destroyed=_agent_destroyed)
         self._transfers = TransferThread(transport, asyncio.get_running_loop(), callbacks, network.transport.poll_interval_s)
         self._pairs = DecodePairs(PairTerms.of_pool(model.layout, model.weights_version, model.memory), self._transfers, outside)
+        self._grammars = GrammarDesk(model.grammars, time.monotonic)
         self._sender = Sender(
-            self._session, self._sequences, outside, layout=model.layout, request_limits=model.request_limits, config=config
+            self._session,
+            self._sequences,
+            outside,
+            layout=model.layout,
+            request_limits=model.request_limits,
+            config=config,
+            grammars=self._grammars,
         )
         self._engine = PrefillEngine(model, self._sequences, holders, self._sender, config)
 
@@ -103,6 +112,7 @@ class PrefillRole:
 
     async def close(self) -> None:
         """End the transfer thread and every agent."""
+        self._grammars.close()
         await self._transfers.close()
 
     # -- what is said about it -----------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ the rules of a hand-off (`kv_transfer.source_session`).
 import logging
 from collections.abc import Iterable
 
+from glm_runtime.engine.grammar_desk import GrammarDesk
 from glm_runtime.engine.request_check import RequestLimits, check_request
 from glm_runtime.engine.worker_role import Outside
+from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.block_keys import block_keys
 from kv_transfer.errors import InvalidRequest
 from kv_transfer.handoff import RECORD_SCHEMA, Dropped, Effect, Send
@@ -35,6 +37,7 @@ class Sender:
         layout: CacheLayout,
         request_limits: RequestLimits,
         config: PrefillConfig,
+        grammars: GrammarDesk,
     ) -> None:
         self._session = session
         self._sequences = sequences
@@ -42,6 +45,7 @@ class Sender:
         self._layout = layout
         self._request_limits = request_limits
         self._config = config
+        self._grammars = grammars
         self._is_draining = False
 
     # -- from outside --------------------------------------------------------------------------------------------------
@@ -65,7 +69,20 @@ class Sender:
             self._fail(message.transfer, FailureKind.RETRYABLE_ELSEWHERE, "queue_full", waiting, now_s)
         else:
             self._sequences.add(sequence)
+            if message.sampling.grammar is not None:
+                self._request_grammar(sequence)
             self._outside.wake()
+
+    def _request_grammar(self, sequence: PrefillSequence) -> None:
+        """The sequence queues when its grammar has come."""
+
+        def ready(state: GrammarState) -> None:
+            sequence.grammar, sequence.awaits_grammar = state, False
+            self._outside.wake()
+
+        sequence.awaits_grammar = True
+        emitted = sequence.token_ids(sequence.num_prompt_tokens, sequence.num_tokens)
+        self._grammars.request(sequence.sampling, emitted, ready, lambda reason, now_s: self.grammar_failed(sequence, reason, now_s))
 
     def receive(self, peer: PeerId, message: Message, now_s: float) -> None:
         """Any other message of a hand-off."""
@@ -129,6 +146,11 @@ class Sender:
         )
         self._carry_out(self._session.complete(sequence.transfer, record, now_s))
 
+    def grammar_failed(self, sequence: PrefillSequence, reason: str, now_s: float) -> None:
+        """The request's constraint cannot be kept: nobody else could keep it."""
+        if self._sequences.is_known(sequence):
+            self._fail(sequence.transfer, FailureKind.REQUEST_FAULT, InvalidRequest.code, reason, now_s)
+
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _make_sequence(self, message: StartSource, now_s: float) -> PrefillSequence:
@@ -139,6 +161,7 @@ class Sender:
             sampling=message.sampling,
             limits=self._request_limits,
         )
+        self._grammars.check(message.sampling)
         layout = self._layout
         if not 0 <= message.need_from < count_tokens(message.tokens) or message.need_from % layout.block_size_tokens:
             raise InvalidRequest(

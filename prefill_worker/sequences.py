@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from glm_runtime.engine.chunk_plan import PrefillDemand
+from glm_runtime.engine.prompt_scores import PromptScores
 from glm_runtime.engine.step_holders import StepHolders
+from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, SequenceId, TransferId, count_tokens, unpack_tokens
 from kv_transfer.messages import SamplingParameters
@@ -18,7 +20,11 @@ from prefill_worker.scheduler import WaitingPrefill
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefillSequence:
-    """One prompt. `keys` are those of its full blocks; the block table covers all of it from admission on."""
+    """One prompt. `keys` are those of its full blocks; the block table covers all of it from admission on.
+
+    scores: the prompt's log-probabilities, where they are asked for.
+    grammar: where its output is in its grammar. awaits_grammar: it is not compiled yet, and the sequence does not queue.
+    """
 
     sequence_id: SequenceId
     transfer: TransferId
@@ -33,6 +39,9 @@ class PrefillSequence:
     num_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
+    grammar: GrammarState | None = None
+    awaits_grammar: bool = False
+    scores: PromptScores | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -70,8 +79,9 @@ class PrefillSequences:
     def queue_arrived(self) -> None:
         """Sort what has arrived into the queue; equal urgency keeps the order of arrival."""
         for sequence in self._arrived:
-            bisect.insort_right(self._waiting, sequence, key=_urgency_of)
-        self._arrived.clear()
+            if not sequence.awaits_grammar:
+                bisect.insort_right(self._waiting, sequence, key=_urgency_of)
+        self._arrived = [sequence for sequence in self._arrived if sequence.awaits_grammar]
 
     def admit(self, sequence_ids: tuple[SequenceId, ...]) -> list[PrefillSequence]:
         """Give these waiting sequences all their blocks: first every cached prefix is pinned, so that no allocation evicts it."""
@@ -129,6 +139,10 @@ class PrefillSequences:
     def num_computing(self) -> int:
         """Sequences with blocks whose last chunk is not computed."""
         return len(self._computing)
+
+    def is_known(self, sequence: PrefillSequence) -> bool:
+        """Whether the sequence has neither ended nor been dropped."""
+        return self._of_transfer.get(sequence.transfer) is sequence
 
     def computing(self, sequence_id: SequenceId) -> PrefillSequence | None:
         """The computing sequence of this id; None when it has ended meanwhile."""

@@ -7,10 +7,12 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.request_check import RequestLimits
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.sampling.grammar import GrammarCompiler
 from kv_transfer.block_pool import BlockPool
 from kv_transfer.identity import BlockId, Incarnation, SequenceId
 from kv_transfer.layout import CacheLayout
@@ -34,7 +36,8 @@ class StepRunner(Protocol):
 class LoadedModel:
     """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held.
 
-    max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted.
+    max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. grammars: None where the tokenizer does not
+    serve for constrained output.
     """
 
     runner: StepRunner
@@ -45,6 +48,7 @@ class LoadedModel:
     request_limits: RequestLimits
     max_step_tokens: int
     max_drafts: int = 0
+    grammars: GrammarCompiler | None = None
 
 
 class LoggedLoading:
@@ -85,6 +89,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
         ),
         max_step_tokens=runtime_config.max_step_tokens,
         max_drafts=runtime.max_drafts,
+        grammars=load_grammars(runtime_config.checkpoint, runtime.config),
     )
 
 

@@ -4,12 +4,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
+from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from glm_runtime.sampling.parameters import reads_history
-from kv_transfer.errors import PromptTooLong
+from kv_transfer.errors import InvalidRequest, PromptTooLong
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
@@ -32,6 +34,7 @@ class _Sequence:
     output: list[int] = field(default_factory=list)
     drafts: tuple[int, ...] = ()
     history: TokenHistory | None = None
+    grammar: GrammarState | None = None
 
     def __post_init__(self) -> None:
         if reads_history(self.sampling):
@@ -55,6 +58,7 @@ class _Sequence:
             sampling=self.sampling if is_whole else None,
             token_index=len(self.output),
             history=self.history,
+            grammar=self.grammar,
             num_drafts=len(drafts),
             next_token=None if is_whole else self.tokens[end],
             num_next_drafts=num_next_drafts if num_left > 2 else 0,
@@ -80,6 +84,8 @@ class _Sequence:
         self.tokens.append(token)
         if self.history is not None:
             self.history.extend((token,))
+        if self.grammar is not None and not self.grammar.accept((token,)):
+            raise InvalidRequest(f"prompt {self.number}: its grammar cannot go on: {self.grammar.error}")
         self.is_finished = token in self.sampling.stop_token_ids or len(self.output) == self.sampling.max_tokens
 
 
@@ -98,7 +104,8 @@ def generate(
     chunk_tokens: most prompt tokens of a sequence per step (None: as many as the step may have). max_batch_sequences: most
     sequences at a time; the next one starts when one has ended and its blocks fit. max_drafts: tokens guessed ahead of each step (None:
     as the runtime is configured). Results depend on none of them in deterministic mode.
-    Raises PromptTooLong, before anything is computed, when a prompt and its max_tokens exceed the model's length or the pool.
+    Raises PromptTooLong, before anything is computed, when a prompt and its max_tokens exceed the model's length or the pool, and
+    InvalidRequest for a grammar that cannot be used.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParameters) else list(sampling)
     block_size_tokens = runtime.layout.block_size_tokens
@@ -107,6 +114,7 @@ def generate(
     ]
     for sequence in sequences:
         _check_fits(runtime, sequence)
+    _start_grammars(runtime, sequences)
     needs = sorted((sequence.num_blocks(block_size_tokens) for sequence in sequences), reverse=True)
     if not needs:
         return []
@@ -128,6 +136,18 @@ def generate(
         running = [sequence for sequence in running if not sequence.is_finished]
         step_number += 1
     return [sequence.output for sequence in sequences]
+
+
+def _start_grammars(runtime: GlmRuntime, sequences: Sequence[_Sequence]) -> None:
+    if all(sequence.sampling.grammar is None for sequence in sequences):
+        return
+    grammars = load_grammars(runtime.runtime_config.checkpoint, runtime.config)
+    if grammars is None:
+        raise InvalidRequest("this checkpoint's tokenizer cannot be used for grammars")
+    for sequence in sequences:
+        if sequence.sampling.grammar is not None:
+            grammars.check(sequence.sampling)
+            sequence.grammar = grammars.start(sequence.sampling.grammar)
 
 
 def _check_fits(runtime: GlmRuntime, sequence: _Sequence) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters, TokenLogprobs
@@ -18,6 +19,7 @@ class SequenceSlice(msgspec.Struct, frozen=True, kw_only=True):
     sampling: how to draw the token after the last row, or None to draw nothing (a chunk that is not the prompt's last).
     token_index: which output token of the request that is, counted from 0 over all attempts; it keys the noise.
     history: the tokens of the sequence as penalties and bad words see them, without drafts, where the parameters read it.
+    grammar: where the sequence's output is in its grammar, without drafts, where the parameters have one; read while the step runs.
     following: the prompt tokens after the first rows, one each, whose log-probabilities are asked for with `num_prompt_logprobs` of the
     largest. A struct, since one is made for each row of each step: making a frozen dataclass costs four times as much.
 
@@ -38,6 +40,7 @@ class SequenceSlice(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters | None = None
     token_index: int = 0
     history: TokenHistory | None = None
+    grammar: GrammarState | None = None
     following: Sequence[int] = ()
     num_prompt_logprobs: int = 0
     num_drafts: int = 0

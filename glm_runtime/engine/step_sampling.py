@@ -52,12 +52,14 @@ def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId
 
 def _rows(piece: SequenceSlice) -> Iterator[SampleRow]:
     assert piece.sampling is not None, "the slice draws nothing"
+    masks = piece.grammar.masks(piece.tokens[piece.num_given :]) if piece.grammar is not None else None
     for number in range(piece.num_drafts + 1):
         yield SampleRow(
             parameters=piece.sampling,
             token_index=piece.token_index + number,
             history=piece.history,
             drafts=piece.tokens[piece.num_given : piece.num_given + number] if number else (),
+            mask=masks[number] if masks is not None else None,
         )
 
 

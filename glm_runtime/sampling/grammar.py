@@ -18,6 +18,7 @@ from torch import Tensor
 from glm_runtime.checkpoint import TOKENIZER_FILE, tokenizer_digest
 from kv_transfer.errors import ConfigError, InvalidRequest
 from kv_transfer.grammar import PARSER_LIMITS, GrammarSpec, library_text
+from kv_transfer.request_values import SamplingParameters
 
 MAX_CACHED_GRAMMARS = 32
 """Compiling takes a few milliseconds; a hostile grammar may keep 50 MB of lexer states (`PARSER_LIMITS`)."""
@@ -70,6 +71,11 @@ class GrammarCompiler:
         self._capacity = capacity
         self._limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
         self._compiled: OrderedDict[tuple[bytes, str], LLMatcher] = OrderedDict()
+
+    def check(self, sampling: SamplingParameters) -> None:
+        """Raise InvalidRequest where a complete output would not end: every end token must stop it."""
+        if missing := sorted(self.vocabulary.end_ids - set(sampling.stop_token_ids)):
+            raise InvalidRequest(f"under a grammar the end tokens must be among stop_token_ids; {missing} are not", param="stop_token_ids")
 
     def find(self, spec: GrammarSpec) -> "GrammarState | None":
         """A new state at the constraint's beginning, when it is compiled already."""

@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 MAX_NAMED_FIELDS = 16
 MAX_WARNING_LENGTH = 512
 UNPRINTABLE = re.compile(r"[^\x20-\x7e]")
-NOT_BESIDE_A_GRAMMAR = ("allowed_token_ids", "bad_words", "ignore_eos", "min_tokens")
-"""What else forbids tokens, or the end that a grammar comes to."""
 UNSAFE_IN_HEADER = re.compile(r"[^A-Za-z0-9_.\-]")
 
 
@@ -217,9 +215,8 @@ class GeneratingEndpoint(ABC):
         asked = find_grammar(request)
         if asked is None:
             return None
-        for name in NOT_BESIDE_A_GRAMMAR:
-            if getattr(request, name):
-                raise InvalidRequest(f"{name} cannot go with {asked.param}: together they may leave no token to choose", param=name)
+        if request.ignore_eos:
+            raise InvalidRequest(f"an answer under {asked.param} is complete at an end token; leave out ignore_eos", param="ignore_eos")
         checked = await self.parts.grammar_checker.check(asked)
         if checked.warnings:
             text = UNPRINTABLE.sub("?", f"{checked.param}: {'; '.join(checked.warnings)}")

@@ -217,7 +217,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {"structural_tag": "{}"}}, "unsupported_parameter", "structured_outputs.structural_tag"),
     ({"ebnf": "root ::= (", "guided_regex": "a"}, "invalid_request", "ebnf"),
     ({"regex": "a", "ignore_eos": True}, "invalid_request", "ignore_eos"),
-    ({"regex": "a", "min_tokens": 2}, "invalid_request", "min_tokens"),
     ({"presence_penalty": 2.5}, "invalid_request", "presence_penalty"),
     ({"logit_bias": {"2560": 1}}, "invalid_request", "logit_bias"),
     ({"min_tokens": 9, "max_tokens": 8}, "invalid_request", "min_tokens"),

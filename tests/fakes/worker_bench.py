@@ -16,6 +16,7 @@ from decode_worker.reads import Reads
 from decode_worker.receiver import Receiver
 from decode_worker.sequences import DecodeSequences
 from decode_worker.token_outbox import TokenOutbox
+from glm_runtime.engine.grammar_desk import GrammarDesk
 from glm_runtime.engine.step_holders import StepHolders
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import TransferError
@@ -171,7 +172,13 @@ class PrefillBench(BenchWorker):
         self.session = SourceSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout.component_mask)
         self.outside = BenchOutside(self.me, wire)
         self.sender = Sender(
-            self.session, self.sequences, self.outside, layout=self.model.layout, request_limits=self.model.request_limits, config=config
+            self.session,
+            self.sequences,
+            self.outside,
+            layout=self.model.layout,
+            request_limits=self.model.request_limits,
+            config=config,
+            grammars=GrammarDesk(self.model.grammars, lambda: 0.0),
         )
         self.engine = PrefillEngine(self.model, self.sequences, holders, self.sender, config)
 
@@ -257,6 +264,7 @@ class DecodeBench(BenchWorker):
             looks_one_token_ahead=self.model.layout.looks_one_token_ahead,
             request_limits=self.model.request_limits,
             config=config,
+            grammars=GrammarDesk(self.model.grammars, lambda: 0.0),
         )
         self.engine = DecodeEngine(self.model, self.sequences, holders, self.receiver, outbox, config)
         for peer in self._sources:
