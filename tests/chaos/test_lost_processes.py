@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -21,10 +22,10 @@ pytestmark = pytest.mark.cluster
 class Streaming:
     """A request on a thread of its own; `tokens` grows as events arrive."""
 
-    def __init__(self, cluster: RunningCluster, prompt: list[int], max_tokens: int) -> None:
+    def __init__(self, cluster: RunningCluster, prompt: list[int], max_tokens: int, **parameters: Any) -> None:
         self.tokens: list[int] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(cluster.stream(prompt, max_tokens),))
+        self._thread = threading.Thread(target=self._run, args=(cluster.stream(prompt, max_tokens, **parameters),))
         self._thread.start()
 
     def _run(self, events: Iterator[list[int]]) -> None:
