@@ -51,6 +51,7 @@ def add_run_command(commands: "Commands") -> None:
     run.add_argument("--numerics", choices=("deterministic", "fast"), default="deterministic", help="as runtime.numerics")
     run.add_argument("--cache-format", default="auto", metavar="FORMAT", help="as runtime.cache_format")
     run.add_argument("--index-format", default="auto", metavar="FORMAT", help="as runtime.index_format")
+    run.add_argument("--drafts", type=int, metavar="K", help="most drafts of a step, 0 is none (default: as runtime.max_drafts)")
     run.add_argument("--cache-mib", type=int, default=1024, metavar="MIB", help="most memory for the cache (default 1024)")
     run.add_argument("--threads", type=int, metavar="N", help="threads (default: torch's choice)")
     run.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts that are computed side by side (default 16)")
@@ -111,8 +112,10 @@ def _runtime_config(options: argparse.Namespace) -> Any:
     checkpoint = options.checkpoint or SHIPPED_CHECKPOINT
     if not checkpoint.is_dir():
         raise ConfigError(f"there is no directory {checkpoint}", path="--checkpoint")
+    drafts = {} if options.drafts is None else {"max_drafts": options.drafts}
     return RuntimeConfig(
         checkpoint=checkpoint,
+        **drafts,
         cache_format=options.cache_format,
         index_format=options.index_format,
         numerics=options.numerics,

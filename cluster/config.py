@@ -20,7 +20,7 @@ from decode_worker.config import DecodeConfig
 from glm_runtime.cache_format import SERVING_DEVICE, choose_cache_formats
 from glm_runtime.cache_layout import make_cache_layout
 from glm_runtime.config import GlmConfig
-from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig, choose_max_drafts
 from kv_transfer.config import ProtocolTimers, TransportConfig, WireConfig
 from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout
@@ -97,6 +97,7 @@ ZERO_HAS_A_MEANING = frozenset(
         "gateway.port",
         "prefill.priority_weight_s",
         "router.local_prefill_below_tokens",
+        "runtime.max_drafts",
         "transport.progress_delay_us",
     }
 )
@@ -117,7 +118,8 @@ def find_mistakes(config: ServeConfig, model: GlmConfig | None) -> list[Mistake]
 def make_layout(config: ServeConfig, model: GlmConfig) -> CacheLayout:
     """The layout that the workers will have, without digests: enough for sizes. Raises ConfigError as `choose_cache_formats` does."""
     formats = choose_cache_formats(config.runtime, model, SERVING_DEVICE)
-    return make_cache_layout(model, formats, "", "", block_size_tokens=config.runtime.block_size_tokens)
+    with_mtp = choose_max_drafts(config.runtime, model) > 0
+    return make_cache_layout(model, formats, "", "", block_size_tokens=config.runtime.block_size_tokens, with_mtp=with_mtp)
 
 
 def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeConfig:
@@ -137,7 +139,9 @@ def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeCo
             index_scale=formats.index_scale,
             num_threads=runtime.num_threads or max(1, num_cores // config.num_workers),
             max_model_len_tokens=max_model_len_tokens,
+            max_drafts=choose_max_drafts(runtime, model),
         ),
+        router=dataclasses.replace(config.router, keys_look_ahead=make_layout(config, model).looks_one_token_ahead),
         gateway=dataclasses.replace(
             config.gateway,
             tokenizer_dir=config.gateway.tokenizer_dir or str(checkpoint),
@@ -196,6 +200,11 @@ def _check_parts(config: ServeConfig) -> Iterator[Mistake]:
             f"({runtime.block_size_tokens}) must fit",
         ),
         (
+            "runtime.max_drafts",
+            lambda: runtime.max_drafts <= MOST_DRAFTS,
+            f"is {runtime.max_drafts}; a step verifies at most {MOST_DRAFTS} drafts of a request (0 drafts nothing)",
+        ),
+        (
             "decode.max_running",
             lambda: config.decode.max_running <= runtime.max_step_tokens,
             f"is {config.decode.max_running}; every running request is a row of a step, and runtime.max_step_tokens is "
@@ -240,8 +249,8 @@ def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mist
     except ConfigError as error:
         yield Mistake(error.path or "runtime.block_size_tokens", error.reason)
         return
-    if config.router.keys_look_ahead != layout.looks_one_token_ahead:
-        yield Mistake("router.keys_look_ahead", f"must be {str(layout.looks_one_token_ahead).lower()} for this checkpoint's cache layout")
+    if config.router.keys_look_ahead and not layout.looks_one_token_ahead:
+        yield Mistake("router.keys_look_ahead", "is true, but nothing is drafted, so block keys do not; leave it out, it follows the workers")
     longest = config.runtime.max_model_len_tokens
     if longest is not None and longest > model.max_position_embeddings:
         yield Mistake("runtime.max_model_len_tokens", f"is {longest}; the checkpoint was trained for {model.max_position_embeddings}")

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from glm_runtime.cache_layout import MTP_INDEX_K, MTP_MLA_KV
-from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
 from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
 from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.paged_cache import PagedCache
-from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import MtpWeights
 
@@ -78,15 +76,6 @@ def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None
     (group,) = build_mtp_groups(target.config, max_step_tokens)
     layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, MTP_MLA_KV, MTP_INDEX_K)
     return MtpLayer(target=target, weights=weights, layer=layer)
-
-
-def choose_max_drafts(runtime_config: RuntimeConfig, config: GlmConfig) -> int:
-    """Drafts that a step may have here: what was asked for, or 0 where the checkpoint has no MTP layer that this runtime computes.
-
-    Without `index_share_for_mtp_iteration` each draft step would choose a list of its own, which is not built.
-    """
-    can_draft = bool(config.mtp_layers) and config.index_share_for_mtp_iteration
-    return runtime_config.max_drafts if can_draft else 0
 
 
 def _one_row_each(batch: StepBatch, rows: Tensor) -> StepBatch:

@@ -12,13 +12,13 @@ from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenize
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.model import GlmModel, build_model
-from glm_runtime.mtp import MtpLayer, build_mtp, choose_max_drafts
+from glm_runtime.mtp import MtpLayer, build_mtp
 from glm_runtime.native.library import choose_kernels
 from glm_runtime.numerics import make_numerics, weight_dtype
 from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import PagedCache
-from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig
+from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig, choose_max_drafts
 from glm_runtime.weights import LoadProgress, gemm_shapes, load_weights
 from kv_transfer.errors import ConfigError
 from kv_transfer.layout import CacheLayout

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from glm_runtime.config import GlmConfig
+
 CacheFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
 IndexFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "mxfp4"]
 IndexScaleChoice = Literal["auto", "none", "fp32", "ue8m0"]
@@ -44,3 +46,12 @@ class RuntimeConfig:
     block_size_tokens: int = 64
     max_drafts: int = 5
     adapts_drafts: bool = True
+
+
+def choose_max_drafts(runtime_config: RuntimeConfig, config: GlmConfig) -> int:
+    """Drafts that a step may have here: what was asked for, or 0 where the checkpoint has no MTP layer that this runtime computes.
+
+    Without `index_share_for_mtp_iteration` each draft step would choose a list of its own, which is not built.
+    """
+    can_draft = bool(config.mtp_layers) and config.index_share_for_mtp_iteration
+    return runtime_config.max_drafts if can_draft else 0

@@ -63,16 +63,16 @@ def count_parameters(config: GlmConfig) -> ParameterCounts:
     )
 
 
-def loaded_weight_bytes(config: GlmConfig, numerics: NumericsChoice, narrow: Container[str] = ()) -> int:
-    """Memory that the target model's weights take here, whatever format they are stored in: all are dequantised when they load.
+def loaded_weight_bytes(config: GlmConfig, numerics: NumericsChoice, narrow: Container[str] = (), *, with_mtp: bool = False) -> int:
+    """Memory that the weights take here, whatever format they are stored in: all are dequantised when they load.
 
-    narrow: tensors that stay bf16 although the runtime computes in fp32; for the compiled kernels, those stored so. Quantised ones
+    with_mtp: the MTP layer's too. narrow: tensors that stay bf16 although the runtime computes in fp32; for the compiled kernels, those stored so. Quantised ones
     whose values are exactly bf16 stay so too, which only loading can tell: with them it is an upper bound.
     """
     is_wide = numerics == "deterministic" or config.dtype == "float32"
-    mtp_prefixes = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
-    target = ((name, spec) for name, spec in tensor_table(config).items() if not name.startswith(mtp_prefixes))
-    return sum(spec.num_elements * (4 if is_wide and name not in narrow else 2) for name, spec in target)
+    left_out = () if with_mtp else tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
+    loaded = ((name, spec) for name, spec in tensor_table(config).items() if not name.startswith(left_out))
+    return sum(spec.num_elements * (4 if is_wide and name not in narrow else 2) for name, spec in loaded)
 
 
 def _global_tensors(config: GlmConfig) -> Iterator[tuple[str, TensorSpec]]:

@@ -2,14 +2,14 @@
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.native.build import are_kernels_expected
-from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.runtime_config import RuntimeConfig, choose_max_drafts
 from glm_runtime.stored_tensors import stored_tensors
 from glm_runtime.tensor_table import loaded_weight_bytes
 
 
 def expected_weight_bytes(config: GlmConfig, runtime_config: RuntimeConfig) -> int:
-    """Of the target model under this configuration on this machine. Raises ConfigError as `stored_tensors`."""
+    """Of what is loaded under this configuration on this machine. Raises ConfigError as `stored_tensors`."""
     narrow: set[str] = set()
     if are_kernels_expected(runtime_config.kernels):
         narrow = {name for name, tensor in stored_tensors(runtime_config.checkpoint).items() if tensor.header.dtype == "BF16"}
-    return loaded_weight_bytes(config, runtime_config.numerics, narrow)
+    return loaded_weight_bytes(config, runtime_config.numerics, narrow, with_mtp=choose_max_drafts(runtime_config, config) > 0)

@@ -17,7 +17,8 @@ from kv_transfer.errors import ConfigError
 class RouterConfig:
     """How requests are admitted, placed and retried.
 
-    block_size_tokens, keys_look_ahead: must equal the workers' layout; only the quality of placement depends on them.
+    block_size_tokens, keys_look_ahead: must equal the workers' layout; only the quality of placement depends on them. The latter is
+    filled in when the cluster starts.
     local_prefill_below_tokens: with fewer uncached prompt tokens than this a decode worker prefills by itself; 0 is never.
     decode_row_tokens: what one more running request costs a decode worker, in tokens of work, beside the tokens it holds.
     """

@@ -131,7 +131,8 @@ def test_a_truncated_checkpoint_is_refused_with_its_file(tmp_path: Path) -> None
     ("text", "path"),
     [
         ("[router]\nblock_size_tokens = 32", "router.block_size_tokens"),
-        ("[router]\nkeys_look_ahead = true", "router.keys_look_ahead"),
+        ("[router]\nkeys_look_ahead = true\n[runtime]\nmax_drafts = 0", "router.keys_look_ahead"),
+        ("[runtime]\nmax_drafts = 9", "runtime.max_drafts"),
         ("[runtime]\nmax_step_tokens = 63", "runtime.max_step_tokens"),
         ("[decode]\nmax_running = 4096", "decode.max_running"),
         ("[timers]\nlease_s = 5.0", "timers.lease_s"),
@@ -150,12 +151,12 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, text: str, p
 
 def test_the_longest_admitted_request_must_fit_one_decode_worker(tmp_path: Path, model: GlmConfig) -> None:
     (line,) = _mistakes(tmp_path, "[runtime]\ncache_bytes = 60_000_000")
-    assert "103 blocks" in line
+    assert "89 blocks" in line
     assert "(8192 tokens) needs 128" in line
     config = dataclasses.replace(ServeConfig(), runtime=dataclasses.replace(ServeConfig().runtime, cache_bytes=60_000_000))
-    shorter = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, max_model_len_tokens=103 * 64))
+    shorter = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, max_model_len_tokens=89 * 64))
     assert find_mistakes(shorter, model) == []
-    longer = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, max_model_len_tokens=103 * 64 + 1))
+    longer = dataclasses.replace(config, gateway=dataclasses.replace(config.gateway, max_model_len_tokens=89 * 64 + 1))
     assert [mistake.path for mistake in find_mistakes(longer, model)] == ["runtime.cache_bytes"]
 
 

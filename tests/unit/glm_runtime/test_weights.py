@@ -91,7 +91,7 @@ def test_the_loaded_size_is_known_before_loading(numerics: NumericsChoice, kerne
     if kernels == "native" and not are_kernels_expected(kernels):
         pytest.skip("no compiler or no AVX-512: nothing would be packed")
     config = GlmConfig.from_checkpoint(TINY)
-    weights = load_weights(TINY, config, weight_dtype(numerics, config), is_packed=kernels == "native")
+    weights = load_weights(TINY, config, weight_dtype(numerics, config), is_packed=kernels == "native", with_mtp=True)
     expected = expected_weight_bytes(config, RuntimeConfig(checkpoint=TINY, numerics=numerics, kernels=kernels))
     assert num_bytes(weights) == pytest.approx(expected, rel=0.015)
 
