@@ -154,6 +154,7 @@ class DecodeEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling,
             token_index=sequence.next_index,
+            history=sequence.history,
             grammar=sequence.grammar,
             num_drafts=len(drafts),
             num_next_drafts=self._num_next_drafts(sequence),
@@ -171,6 +172,9 @@ class DecodeEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling if is_last else None,
             token_index=sequence.next_index,
+            history=sequence.history if is_last else None,
+            following=_to_score(sequence, chunk),
+            num_prompt_logprobs=sequence.scores.num_top if sequence.scores is not None else 0,
             grammar=sequence.grammar,
             next_token=None if is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
             num_next_drafts=self._num_next_drafts(sequence) if is_last else 0,
@@ -188,6 +192,7 @@ class DecodeEngine:
     # -- publish -------------------------------------------------------------------------------------------------------
 
     def _take(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
+        _take_scores(sequence, result)
         if piece.sampling is None:
             sequence.num_stored_tokens = piece.end
             self._cache_blocks(sequence)
@@ -197,7 +202,7 @@ class DecodeEngine:
         index = sequence.next_index
         run = result.samples[piece.sequence_id]
         self.drafts.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
-        taken = sequence.append_run(run)
+        taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()))
         if not sequence.follow_grammar(taken):
             self._receiver.grammar_broken(sequence, now_s)
             return
@@ -219,6 +224,22 @@ class DecodeEngine:
         for index in range(sequence.num_published_blocks, len(keys)):
             self._model.pool.publish(sequence.block_table[index], keys[index])
         sequence.num_published_blocks = len(keys)
+
+
+def _to_score(sequence: DecodeSequence, chunk: Chunk) -> list[int]:
+    """The prompt tokens whose log-probabilities the chunk can tell."""
+    if sequence.scores is None:
+        return []
+    positions = sequence.scores.positions(chunk.start, chunk.end)
+    return sequence.token_ids(positions.start, positions.stop)
+
+
+def _take_scores(sequence: DecodeSequence, result: StepResult) -> None:
+    if sequence.scores is None:
+        return
+    sequence.scores.take(result.prompt_logprobs.get(sequence.sequence_id, ()))
+    if sequence.scores.is_complete:
+        sequence.prompt_logprobs, sequence.scores = sequence.scores.told, None
 
 
 def _demand_of(sequence: DecodeSequence) -> PrefillDemand:

@@ -13,10 +13,12 @@ from decode_worker.reads import Reads
 from decode_worker.sequences import DecodeSequence, DecodeSequences, Phase
 from decode_worker.token_outbox import TokenOutbox
 from glm_runtime.engine.grammar_desk import GrammarDesk
+from glm_runtime.engine.prompt_scores import open_scores
 from glm_runtime.engine.request_check import RequestLimits, check_request
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.worker_role import Outside
 from glm_runtime.sampling.grammar import GrammarState
+from glm_runtime.sampling.history import open_history
 from kv_transfer.errors import InvalidRequest, TransferError
 from kv_transfer.handoff import DestroyAgent, Dropped, Effect, FillLocally, PostRead, Ready, RecordArrived, Send, SuspectPeer
 from kv_transfer.identity import PackedTokens, PeerId, SequenceId, TransferId, count_tokens, peer_id
@@ -227,7 +229,8 @@ class Receiver:
         assert sequence.next_index == sequence.first_index, "the record's token is the first of its attempt"
         sequence.num_cached_tokens = record.num_cached_tokens
         sequence.seed_hidden = record.hidden_state
-        sequence.append(record.token)
+        sequence.prompt_logprobs, sequence.scores = record.prompt_logprobs, None
+        sequence.append(record.token, record.logprobs)
         if not sequence.follow_grammar((record.token,)):
             self.grammar_broken(sequence, now_s)
             return
@@ -246,6 +249,9 @@ class Receiver:
             self.finish(sequence, now_s)
         elif sequence.num_tokens > sequence.num_given_tokens:
             self.run(sequence, now_s)
+        elif sequence.scores is not None:
+            lost = "the prompt's log-probabilities were lost with the record; only another attempt can compute them"
+            self._carry_out(self._session.fail(sequence.transfer, FailureKind.RETRYABLE_ELSEWHERE, "record_lost", lost, now_s), now_s)
         else:
             # Its keys are stored once more where they are: the same bytes from the same tokens, so who shares the block sees no change.
             sequence.num_stored_tokens -= 1
@@ -321,6 +327,8 @@ class Receiver:
             first_index=message.first_index,
             salt=message.cache_salt,
             sampling=message.sampling,
+            history=open_history(message.tokens, message.num_prompt_tokens, message.sampling),
+            scores=open_scores(message.sampling, message.num_prompt_tokens, message.first_index),
         )
         self._sequences.add(sequence)
         self.num_query_tokens += sequence.num_given_tokens

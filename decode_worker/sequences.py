@@ -8,11 +8,13 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
+from glm_runtime.engine.prompt_scores import PromptScores
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
+from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.block_keys import extend_block_keys
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, unpack_tokens
-from kv_transfer.messages import FinishReason, SamplingParameters
+from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
 
 
 @unique
@@ -47,6 +49,8 @@ class DecodeSequence:
     last_token: the newest token that this attempt has emitted.
     drafts: guesses at what follows it. seed_hidden: the hidden state of the last stored token, from another worker: drafts can be made
     of it in the next step.
+    history: what penalties and bad words see, where the request has any. logprobs: of each token that this attempt has emitted, where
+    they are asked for. prompt_logprobs: where they are asked for and known; scores: on their way, while they are computed here.
     grammar: where the output is in its grammar. awaits_grammar: it is not compiled yet, and no step draws for the sequence.
     """
 
@@ -73,6 +77,10 @@ class DecodeSequence:
     drafts: tuple[int, ...] = ()
     seed_hidden: bytes | None = None
     finish: FinishReason | None = None
+    history: TokenHistory | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    scores: PromptScores | None = None
     grammar: GrammarState | None = None
     awaits_grammar: bool = False
 
@@ -90,21 +98,32 @@ class DecodeSequence:
         skipped = max(index - self.first_index, 0)
         return self.token_ids(self.num_given_tokens + skipped, self.num_tokens)
 
-    def append(self, token: int) -> None:
+    def logprobs_from(self, index: int) -> tuple[TokenLogprobs, ...]:
+        """Of `emitted_from`, where they are asked for."""
+        return tuple(self.logprobs[max(index - self.first_index, 0) :])
+
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take the next output token, and note whether it is the last."""
         assert self.finish is None, f"{self.sequence_id} has ended and gets another token"
         self.tokens += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         self.num_tokens += 1
         self.last_token = token
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.history is not None:
+            self.history.extend((token,))
         if token in self.sampling.stop_token_ids:
             self.finish = FinishReason.STOP
         elif self.next_index >= self.sampling.max_tokens:
             self.finish = FinishReason.LENGTH
 
-    def append_run(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Take the next output tokens up to the one that ends the output. Returns those taken; what stood after it was never asked for."""
-        for number, token in enumerate(tokens, start=1):
-            self.append(token)
+    def append_run(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> tuple[int, ...]:
+        """Take the next output tokens up to the one that ends the output. Returns those taken; what stood after it was never asked for.
+
+        logprobs: one for each of `tokens`, or none at all.
+        """
+        for number, (token, told) in enumerate(itertools.zip_longest(tokens, logprobs), start=1):
+            self.append(token, told)
             if self.finish is not None:
                 return tokens[:number]
         return tokens

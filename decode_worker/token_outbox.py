@@ -18,7 +18,15 @@ class TokenOutbox:
 
     def add(self, sequence: DecodeSequence, first_index: int, tokens: tuple[int, ...]) -> None:
         """The sequence's tokens from output index `first_index` on, up to its last; when it has ended, the delta says so."""
-        delta = TokenDelta(sequence.transfer, first_index, tokens, sequence.finish, sequence.num_cached_tokens)
+        delta = TokenDelta(
+            sequence.transfer,
+            first_index,
+            tokens,
+            sequence.finish,
+            sequence.num_cached_tokens,
+            logprobs=sequence.logprobs_from(first_index) if sequence.logprobs else (),
+            prompt_logprobs=sequence.prompt_logprobs if first_index == 0 and tokens else (),
+        )
         self._waiting.setdefault(sequence.router, []).append(delta)
 
     def flush(self) -> None:

@@ -9,6 +9,7 @@ from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_meter import StepMeter
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.sampling.history import open_history
 from kv_transfer.identity import SequenceId
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import PrefillLimits, PrefillView, decide
@@ -96,6 +97,9 @@ class PrefillEngine:
             block_table=sequence.block_table,
             sampling=sequence.sampling if chunk.is_last else None,
             token_index=sequence.first_index,
+            history=open_history(sequence.tokens, sequence.num_prompt_tokens, sequence.sampling) if chunk.is_last else None,
+            following=_to_score(sequence, chunk),
+            num_prompt_logprobs=sequence.scores.num_top if sequence.scores is not None else 0,
             grammar=sequence.grammar,
             keeps_hidden=chunk.is_last and self._model.layout.looks_one_token_ahead,
             next_token=None if chunk.is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
@@ -111,6 +115,8 @@ class PrefillEngine:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
 
     def _hand_off(self, sequence: PrefillSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
+        if sequence.scores is not None:
+            sequence.scores.take(result.prompt_logprobs.get(piece.sequence_id, ()))
         if piece.end > sequence.need_from:
             self._sender.sealed(sequence, piece.start, piece.end, now_s)
         if piece.sampling is not None:
@@ -118,5 +124,14 @@ class PrefillEngine:
             if sequence.grammar is not None and not sequence.grammar.accept((token,)):
                 self._sender.grammar_failed(sequence, f"the grammar cannot go on: {sequence.grammar.error}", now_s)
                 return
-            self._sender.completed(sequence, token, now_s, result.hidden_states.get(piece.sequence_id))
+            logprobs = result.logprobs.get(piece.sequence_id, (None,))[0]
+            self._sender.completed(sequence, token, now_s, result.hidden_states.get(piece.sequence_id), logprobs)
             self._sequences.complete(sequence)
+
+
+def _to_score(sequence: PrefillSequence, chunk: Chunk) -> list[int]:
+    """The prompt tokens whose log-probabilities the chunk can tell."""
+    if sequence.scores is None:
+        return []
+    positions = sequence.scores.positions(chunk.start, chunk.end)
+    return sequence.token_ids(positions.start, positions.stop)

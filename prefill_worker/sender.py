@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 
 from glm_runtime.engine.grammar_desk import GrammarDesk
+from glm_runtime.engine.prompt_scores import open_scores
 from glm_runtime.engine.request_check import RequestLimits, check_request
 from glm_runtime.engine.worker_role import Outside
 from glm_runtime.sampling.grammar import GrammarState
@@ -16,7 +17,7 @@ from kv_transfer.errors import InvalidRequest
 from kv_transfer.handoff import RECORD_SCHEMA, Dropped, Effect, Send
 from kv_transfer.identity import PeerId, TransferId, count_tokens, peer_id
 from kv_transfer.layout import CacheLayout
-from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource, Taken
+from kv_transfer.messages import FailureKind, FinishReason, HandoffRecord, Message, StartSource, Taken, TokenLogprobs
 from kv_transfer.source_session import SourceSession
 from prefill_worker.config import PrefillConfig
 from prefill_worker.scheduler import urgency
@@ -129,7 +130,14 @@ class Sender:
         self._session.progress(sequence.transfer, sequence.num_computed_tokens, 0)
         self._carry_out(self._session.seal(sequence.transfer, start, end, blocks, now_s))
 
-    def completed(self, sequence: PrefillSequence, token: int, now_s: float, hidden_state: bytes | None = None) -> None:
+    def completed(
+        self,
+        sequence: PrefillSequence,
+        token: int,
+        now_s: float,
+        hidden_state: bytes | None = None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """Every chunk is sealed and the next token is drawn, the only time that this attempt draws it.
 
         hidden_state: of the last position, where the layout has MTP components, whose keys are then stored up to that position.
@@ -143,6 +151,8 @@ class Sender:
             num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
             hidden_state=hidden_state,
             num_mtp_tokens=sequence.num_tokens if hidden_state is not None else 0,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.scores.told if sequence.scores is not None else (),
         )
         self._carry_out(self._session.complete(sequence.transfer, record, now_s))
 
@@ -176,6 +186,7 @@ class Sender:
             num_prompt_tokens=message.num_prompt_tokens,
             first_index=message.first_index,
             need_from=message.need_from,
+            scores=open_scores(message.sampling, message.num_prompt_tokens, message.first_index),
             urgency_s=urgency(priority=message.priority, arrived_s=now_s, priority_weight_s=self._config.priority_weight_s),
         )
 

@@ -20,7 +20,7 @@ from glm_runtime.engine.verification import accepted_run
 from kv_transfer.block_pool import BlockPool
 from kv_transfer.identity import BlockId, Incarnation
 from kv_transfer.layout import CacheComponent, CacheLayout
-from kv_transfer.messages import SamplingParameters
+from kv_transfer.messages import SamplingParameters, TokenLogprobs
 from kv_transfer.pool_memory import PoolMemory
 
 VOCAB_SIZE = 50
@@ -49,6 +49,11 @@ def toy_token(entries: Sequence[bytes], sampling: SamplingParameters, token_inde
     """The token that follows a sequence with these cache entries."""
     digest = hashlib.sha256(b"".join(entries) + f"{sampling.seed},{token_index}".encode()).digest()
     return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+
+
+def toy_logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """What the toy says of a token, wherever it stands."""
+    return TokenLogprobs(-float(token), 1, tuple((token + other, -float(token + other)) for other in range(num_top)))
 
 
 def toy_entry(token: int, position: int) -> bytes:
@@ -124,7 +129,22 @@ class ToyRunner:
                 )
             if piece.keeps_hidden:
                 hidden_states[piece.sequence_id] = toy_hidden(piece.tokens[-1], piece.end - 1)
-        return StepResult(step_number=plan.step_number, samples=samples, drafts=drafts, hidden_states=hidden_states)
+        return StepResult(
+            step_number=plan.step_number,
+            samples=samples,
+            drafts=drafts,
+            hidden_states=hidden_states,
+            logprobs={
+                piece.sequence_id: tuple(toy_logprobs(token, piece.sampling.logprobs) for token in samples[piece.sequence_id])
+                for piece in slices
+                if piece.sampling is not None and piece.sampling.logprobs >= 0
+            },
+            prompt_logprobs={
+                piece.sequence_id: tuple(toy_logprobs(token, piece.num_prompt_logprobs) for token in piece.following)
+                for piece in slices
+                if piece.following
+            },
+        )
 
     def _seeded(self, piece: SequenceSlice) -> SequenceSlice:
         if not piece.num_seed_drafts:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from decode_worker.config import DecodeConfig
 from decode_worker.engine import DecodeEngine
 from decode_worker.reads import Reads
@@ -38,6 +40,7 @@ from kv_transfer.messages import (
     SinkBusy,
     SinkReady,
     StartSource,
+    TokenLogprobs,
     Tokens,
     WorkerAddress,
 )
@@ -338,6 +341,18 @@ class BenchRequest:
     not_before_s: float = 0.0
     num_cached_tokens: int = 0
     said_s: float = 0.0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def sampling_now(self) -> SamplingParameters:
+        """The prompt is scored on the way to the first token."""
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=-1) if self.output else self.sampling
+
+    @property
+    def salt(self) -> bytes:
+        """As the router: nothing of a prompt that is scored may come from a cache."""
+        return f"{self.request_id} {self.attempt}".encode() if self.sampling_now.prompt_logprobs >= 0 else b""
 
     @property
     def is_over(self) -> bool:
@@ -423,8 +438,8 @@ class BenchRouter:
             pack_tokens(request.prompt + request.output),
             len(request.prompt),
             len(request.output),
-            b"",
-            request.sampling,
+            request.salt,
+            request.sampling_now,
             0,
             1000.0,
             prefill.address if prefill is not None else None,
@@ -444,8 +459,8 @@ class BenchRouter:
             len(request.prompt),
             len(request.output),
             request.need_from,
-            b"",
-            request.sampling,
+            request.salt,
+            request.sampling_now,
             0,
             1000.0,
             decode.address,
@@ -469,7 +484,10 @@ class BenchRouter:
         assert known >= 0, "a token is missing"
         request.said_s = now_s
         request.num_cached_tokens = delta.num_cached_tokens
+        if delta.tokens and not request.output:
+            request.prompt_logprobs = list(delta.prompt_logprobs)
         request.output.extend(delta.tokens[known:])
+        request.logprobs.extend(delta.logprobs[known:])
         if delta.finish is not None:
             request.finish = delta.finish
             self._leave(request, "done")

@@ -11,7 +11,7 @@ from kv_transfer.identity import RequestId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.transports.loopback import FaultPlan, LoopbackFabric
 from prefill_worker.config import PrefillConfig
-from tests.fakes.toy_model import VOCAB_SIZE, toy_generate
+from tests.fakes.toy_model import VOCAB_SIZE, toy_generate, toy_logprobs
 from tests.fakes.worker_bench import BenchRequest, World
 
 PREFIX = [3, 1, 4, 1, 5, 9, 2, 6] * 4
@@ -25,15 +25,31 @@ def requests(draw: st.DrawFn) -> list[BenchRequest]:
         shared = PREFIX[: draw(st.sampled_from([0, 8, 15, 16, 24, 32]))]
         own = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(draw(st.integers(1, 12)))]
         stop = tuple(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1)))
-        sampling = SamplingParameters(max_tokens=draw(st.integers(1, 40)), seed=draw(st.integers(0, 9)), stop_token_ids=stop)
+        sampling = SamplingParameters(
+            max_tokens=draw(st.integers(1, 40)),
+            seed=draw(st.integers(0, 9)),
+            stop_token_ids=stop,
+            logprobs=draw(st.sampled_from([-1, -1, 2])),
+            prompt_logprobs=draw(st.sampled_from([-1, -1, 1])),
+        )
         drawn.append(BenchRequest(RequestId(f"r{number}"), shared + own, sampling, is_local=draw(st.booleans())))
     return drawn
+
+
+def assert_logprobs(request: BenchRequest) -> None:
+    """Each token's, and each prompt token's but the first, once and in order."""
+    given = request.sampling
+    told = [toy_logprobs(token, given.logprobs) for token in request.output] if given.logprobs >= 0 else []
+    assert request.logprobs == told
+    if given.prompt_logprobs >= 0 and request.output:
+        assert request.prompt_logprobs == [toy_logprobs(token, given.prompt_logprobs) for token in request.prompt[1:]]
 
 
 def assert_answers(asked: list[BenchRequest]) -> None:
     for request in asked:
         expected = toy_generate(request.prompt, request.sampling)
         assert request.failure is None
+        assert_logprobs(request)
         if request.is_cancelled:
             assert request.output == expected[: len(request.output)]
         else:

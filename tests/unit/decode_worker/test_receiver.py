@@ -6,7 +6,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.sequences import Phase
 from kv_transfer.identity import PeerId, RequestId
 from kv_transfer.messages import Ask, Complete, Failed, FailureKind, FinishReason, Gone, SamplingParameters, Seal, SinkBusy, Tokens
-from tests.fakes.toy_model import toy_generate
+from tests.fakes.toy_model import toy_generate, toy_logprobs
 from tests.fakes.worker_bench import BenchRequest, World
 
 
@@ -106,6 +106,34 @@ def test_an_unusable_record_costs_one_row_and_no_token() -> None:
     assert asked.attempt == 1
     assert asked.output == toy_generate(asked.prompt, asked.sampling)
     assert world.decodes[0].model.runner.num_tokens == 5, "one row for each token: the first recomputes the last of the prompt"
+
+
+def test_log_probabilities_come_with_every_token_whoever_drew_it() -> None:
+    for is_local in (False, True):
+        world = World()
+        asked = request("a", 20, 9, is_local=is_local)
+        asked.sampling = msgspec.structs.replace(asked.sampling, logprobs=2, prompt_logprobs=1)
+        open_all(world, asked)
+        world.settle()
+        assert asked.output == toy_generate(asked.prompt, asked.sampling)
+        assert asked.logprobs == [toy_logprobs(token, 2) for token in asked.output]
+        assert asked.prompt_logprobs == [toy_logprobs(token, 1) for token in asked.prompt[1:]]
+
+
+def test_a_prompt_whose_log_probabilities_were_lost_with_the_record_is_computed_again() -> None:
+    world = World()
+    asked = request("a", 20, 5)
+    asked.sampling = msgspec.structs.replace(asked.sampling, prompt_logprobs=1)
+    open_all(world, asked)
+    world.prefills[0].turn(world.now_s)
+    queue = world.wire.queues[world.prefills[0].me.peer_id, world.decodes[0].me.peer_id]
+    spoilt = [spoil(message) if isinstance(message, Complete) else message for message in queue]
+    queue.clear()
+    queue.extend(spoilt)
+    world.settle()
+    assert asked.attempt == 2
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+    assert asked.prompt_logprobs == [toy_logprobs(token, 1) for token in asked.prompt[1:]]
 
 
 def test_ask_is_answered_from_what_was_emitted_until_the_router_has_it_all() -> None:

@@ -67,7 +67,7 @@ def test_a_record_without_the_layers_keys_costs_one_row_and_no_token() -> None:
     world = World(max_drafts=5)
     prefill = world.prefills[0]
     completed = prefill.sender.completed
-    prefill.sender.completed = lambda sequence, token, now_s, hidden_state=None: completed(sequence, token, now_s, None)  # type: ignore[method-assign]
+    prefill.sender.completed = lambda sequence, token, now_s, hidden_state=None, logprobs=None: completed(sequence, token, now_s, None)  # type: ignore[method-assign]
     asked = world.router.submit(request("a", 20, 60))
     world.settle()
     assert asked.output == toy_generate(asked.prompt, asked.sampling)
