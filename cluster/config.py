@@ -250,7 +250,7 @@ def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mist
         yield Mistake(error.path or "runtime.block_size_tokens", error.reason)
         return
     if config.router.keys_look_ahead and not layout.looks_one_token_ahead:
-        yield Mistake("router.keys_look_ahead", "is true, but nothing is drafted, so block keys do not; leave it out, it follows the workers")
+        yield Mistake("router.keys_look_ahead", "is true, but nothing is drafted; leave it out, it follows the workers")
     longest = config.runtime.max_model_len_tokens
     if longest is not None and longest > model.max_position_embeddings:
         yield Mistake("runtime.max_model_len_tokens", f"is {longest}; the checkpoint was trained for {model.max_position_embeddings}")

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from operator import sub
 
 from decode_worker.config import DecodeConfig
+from decode_worker.draft_controller import DraftController
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeLimits, DecodePlan, DecodeView, PreemptedSequence, decide
 from decode_worker.sequences import DecodeSequence, DecodeSequences, Phase
 from decode_worker.speculative import choose_num_drafts
 from decode_worker.token_outbox import TokenOutbox
 from glm_runtime.engine.chunk_plan import Chunk, PrefillDemand
-from glm_runtime.engine.draft_meter import DraftMeter
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_meter import StepMeter
@@ -37,7 +37,7 @@ class DecodeEngine:
         config: DecodeConfig,
     ) -> None:
         self.meter = StepMeter()
-        self.drafts = DraftMeter()
+        self.drafts = DraftController(model)
         self.num_preemptions = 0
         self._model = model
         self._sequences = sequences
@@ -49,7 +49,6 @@ class DecodeEngine:
             max_chunk_tokens=config.max_chunk_tokens,
             block_size_tokens=model.layout.block_size_tokens,
         )
-        self._num_drafts = model.max_drafts
         self._in_step: dict[SequenceId, DecodeSequence] = {}
 
     def take_commands(self, now_s: float) -> None:
@@ -74,7 +73,7 @@ class DecodeEngine:
     def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Cache the full blocks, hand out the tokens, finish whoever has the last one."""
         num_prefill_tokens = sum([piece.num_rows for piece in plan.slices if piece.num_given > 1])
-        self.meter.end(num_prefill_tokens, now_s)
+        self.drafts.take(plan, result, self.meter.end(num_prefill_tokens, now_s))
         in_step, self._in_step = self._in_step, {}
         self._holders.land()
         for piece in plan.slices:
@@ -89,7 +88,8 @@ class DecodeEngine:
         size = self._limits.block_size_tokens
         running = _drawable(self._sequences.in_phase(Phase.RUNNING))
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
-        num_drafts = tuple([self._num_drafts_of(sequence) for sequence in running]) if self._num_drafts else ()
+        self.drafts.choose(len(running))
+        num_drafts = tuple([self._num_drafts_of(sequence) for sequence in running]) if self.drafts.num_drafts else ()
         num_available = self._model.pool.num_unpromised
         num_full = free_slots.count(0)
         is_roomy = min(map(sub, free_slots, num_drafts), default=1) > 0 if num_drafts else not num_full
@@ -106,7 +106,7 @@ class DecodeEngine:
 
     def _num_drafts_of(self, sequence: DecodeSequence) -> int:
         return choose_num_drafts(
-            num_available=sequence.num_available_drafts, num_wanted=self._num_drafts, num_left_tokens=sequence.num_left_tokens
+            num_available=sequence.num_available_drafts, num_wanted=self.drafts.num_drafts, num_left_tokens=sequence.num_left_tokens
         )
 
     def _freed_blocks(self, sequence: DecodeSequence) -> int:
@@ -187,7 +187,7 @@ class DecodeEngine:
 
     def _num_next_drafts(self, sequence: DecodeSequence) -> int:
         """Drafts for the step after this one, which draws one token at least."""
-        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=self._num_drafts, num_left_tokens=sequence.num_left_tokens - 1)
+        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=self.drafts.num_drafts, num_left_tokens=sequence.num_left_tokens - 1)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class DecodeEngine:
             self._receiver.filled(sequence, now_s)
         index = sequence.next_index
         run = result.samples[piece.sequence_id]
-        self.drafts.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
+        self.drafts.meter.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
         taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()))
         if not sequence.follow_grammar(taken):
             self._receiver.grammar_broken(sequence, now_s)

@@ -66,8 +66,8 @@ def count_parameters(config: GlmConfig) -> ParameterCounts:
 def loaded_weight_bytes(config: GlmConfig, numerics: NumericsChoice, narrow: Container[str] = (), *, with_mtp: bool = False) -> int:
     """Memory that the weights take here, whatever format they are stored in: all are dequantised when they load.
 
-    with_mtp: the MTP layer's too. narrow: tensors that stay bf16 although the runtime computes in fp32; for the compiled kernels, those stored so. Quantised ones
-    whose values are exactly bf16 stay so too, which only loading can tell: with them it is an upper bound.
+    with_mtp: the MTP layer's too. narrow: tensors that stay bf16 although the runtime computes in fp32; for the compiled kernels, those
+    stored so. Quantised ones whose values are exactly bf16 stay so too, which only loading can tell: with them it is an upper bound.
     """
     is_wide = numerics == "deterministic" or config.dtype == "float32"
     left_out = () if with_mtp else tuple(f"model.layers.{layer}." for layer in config.mtp_layers)

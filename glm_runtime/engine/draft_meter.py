@@ -1,6 +1,16 @@
-"""Counts drafts and how many of them held, by their position in a step."""
+"""What drafting is measured to give and to cost. Time is passed in."""
 
+from collections.abc import Mapping
+
+from glm_runtime.engine.draft_budget import PUBLISHED_ACCEPTANCE, CostCurve, StepCosts
 from glm_runtime.runtime_config import MOST_DRAFTS
+
+PRIOR_DRAFTS = 8.0
+"""How many drafts the published acceptance counts for."""
+FORGETTING = 0.995
+"""Weight of a count after one more: some 200 drafts are remembered at each position."""
+SMOOTHING = 0.2
+"""Weight of the newest step in the cost of its own size; half of it moves the other sizes along: a longer context slows all."""
 
 
 class DraftMeter:
@@ -9,10 +19,64 @@ class DraftMeter:
     def __init__(self) -> None:
         self.drafted = [0] * MOST_DRAFTS
         self.accepted = [0] * MOST_DRAFTS
+        self._recent_drafted = [PRIOR_DRAFTS] * MOST_DRAFTS
+        self._recent_accepted = [PRIOR_DRAFTS * share for share in PUBLISHED_ACCEPTANCE]
 
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
         for position in range(num_drafted):
+            holds = position < num_accepted
             self.drafted[position] += 1
-        for position in range(num_accepted):
-            self.accepted[position] += 1
+            self.accepted[position] += holds
+            self._recent_drafted[position] = self._recent_drafted[position] * FORGETTING + 1.0
+            self._recent_accepted[position] = self._recent_accepted[position] * FORGETTING + holds
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of recent drafts that held, by position; never more than at the position before."""
+        shares: list[float] = []
+        for drafted, accepted in zip(self._recent_drafted, self._recent_accepted, strict=True):
+            shares.append(min(accepted / drafted, shares[-1] if shares else 1.0))
+        return tuple(shares)
+
+
+class CostMeter:
+    """A smoothed cost by size, each size in the bucket of the power of two that holds it."""
+
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        self._seconds: dict[int, float] = {}
+        for size, seconds in (measured or {}).items():
+            self.take(size, seconds)
+
+    def take(self, size: int, seconds: float) -> None:
+        """A step of this size took so long."""
+        bucket = 1 << (size - 1).bit_length()
+        known = self._seconds.get(bucket)
+        if known is None:
+            self._seconds[bucket] = seconds
+            return
+        change = min(max(seconds / known, 0.5), 2.0) - 1.0  # one step that was held up says little
+        self._seconds = {at: value * (1.0 + SMOOTHING * change * (1.0 if at == bucket else 0.5)) for at, value in self._seconds.items()}
+
+    def curve(self) -> CostCurve:
+        """What is known now."""
+        return CostCurve(tuple(sorted(self._seconds.items())))
+
+
+class SpeculationMeter:
+    """Everything that the choice of a number of drafts looks at."""
+
+    def __init__(self, target: Mapping[int, float] | None = None, draft: Mapping[int, float] | None = None) -> None:
+        self._target = CostMeter(target)
+        self._draft = CostMeter(draft)
+        self._overhead_s = 0.0
+
+    def take(self, *, num_rows: int, num_sequences: int, num_drafts: int, target_s: float, draft_s: float, step_s: float) -> None:
+        """A step of decode rows alone. num_drafts: made for the next step by each sequence; step_s: all of it."""
+        self._target.take(num_rows, target_s)
+        self._draft.take(num_sequences, draft_s / max(num_drafts, 1))
+        self._overhead_s += SMOOTHING * (max(step_s - target_s - draft_s, 0.0) - self._overhead_s)
+
+    def costs(self) -> StepCosts:
+        """What is known now."""
+        return StepCosts(target=self._target.curve(), draft=self._draft.curve(), overhead_s=self._overhead_s)

@@ -4,9 +4,10 @@ Knows: the order of loading, and that a first step is slow and must not be a use
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from glm_runtime.engine.calibration import MeasuredCosts, measure_costs
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.request_check import RequestLimits
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
@@ -36,8 +37,9 @@ class StepRunner(Protocol):
 class LoadedModel:
     """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held.
 
-    max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. grammars: None where the tokenizer does not
-    serve for constrained output.
+    max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. adapts_drafts: fewer while that is faster, by
+    what is measured while serving and, before that, by `measured_costs`. grammars: None where the tokenizer does not serve for
+    constrained output.
     """
 
     runner: StepRunner
@@ -48,6 +50,8 @@ class LoadedModel:
     request_limits: RequestLimits
     max_step_tokens: int
     max_drafts: int = 0
+    adapts_drafts: bool = False
+    measured_costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     grammars: GrammarCompiler | None = None
 
 
@@ -89,8 +93,24 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
         ),
         max_step_tokens=runtime_config.max_step_tokens,
         max_drafts=runtime.max_drafts,
+        adapts_drafts=runtime_config.adapts_drafts,
+        measured_costs=_measure(runner, runtime),
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
     )
+
+
+def _measure(runner: StepRunner, runtime: GlmRuntime) -> MeasuredCosts:
+    if not runtime.max_drafts or not runtime.runtime_config.adapts_drafts:
+        return MeasuredCosts()
+    costs = measure_costs(
+        runner,
+        num_blocks=runtime.num_blocks,
+        max_step_tokens=runtime.runtime_config.max_step_tokens,
+        num_drafts=runtime.max_drafts,
+    )
+    in_ms = [f"{size}:{1e3 * costs.target[size]:.2f}+{1e3 * costs.draft[size]:.2f}" for size in costs.target]
+    logger.info("steps measured rows:target_ms+draft_ms %s", " ".join(in_ms))
+    return costs
 
 
 def _warm_up(runner: StepRunner) -> None:

@@ -19,12 +19,13 @@ class StepMeter:
         self.num_steps += 1
         return self.num_steps
 
-    def end(self, num_prefill_tokens: int, now_s: float) -> None:
-        """The step has returned. One without prompt tokens says nothing about the speed of prefill."""
+    def end(self, num_prefill_tokens: int, now_s: float) -> float:
+        """The step has returned; how long it took. One without prompt tokens says nothing about the speed of prefill."""
         took_s = max(now_s - self._started_s, 1e-9)
         self.step_s = _smoothed(self.step_s, took_s)
         if num_prefill_tokens:
             self.prefill_tokens_per_s = _smoothed(self.prefill_tokens_per_s, num_prefill_tokens / took_s)
+        return took_s
 
 
 def _smoothed(average: float, value: float) -> float:

@@ -1,9 +1,14 @@
 """Rows of drafts: their limits as tables, and on the bench what they do to sequences, blocks and counters."""
 
+import dataclasses
+
 import pytest
 
 from decode_worker.config import DecodeConfig
+from decode_worker.draft_controller import DraftController
 from decode_worker.speculative import choose_num_drafts, share_draft_rows
+from glm_runtime.engine.calibration import MeasuredCosts
+from glm_runtime.engine.step_plan import StepPlan, StepResult
 from kv_transfer.block_keys import block_keys
 from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, Tokens
@@ -49,7 +54,7 @@ def test_several_tokens_a_step(is_local: bool) -> None:
     deltas = [delta for _, _, message in world.wire.sent if isinstance(message, Tokens) for delta in message.deltas]
     assert max(len(delta.tokens) for delta in deltas) > 1
     assert decode.engine.meter.num_steps < 40
-    drafts = decode.engine.drafts
+    drafts = decode.engine.drafts.meter
     assert drafts.drafted[0] >= drafts.accepted[0] > 0
     assert drafts.drafted == sorted(drafts.drafted, reverse=True)
     assert drafts.accepted == sorted(drafts.accepted, reverse=True)
@@ -81,7 +86,7 @@ def test_no_row_beyond_the_last_token(max_tokens: int) -> None:
     world.settle()
     assert asked.output == toy_generate(asked.prompt, asked.sampling)
     assert asked.finish is FinishReason.LENGTH
-    drafts = world.decodes[0].engine.drafts
+    drafts = world.decodes[0].engine.drafts.meter
     assert max((position + 1 for position, count in enumerate(drafts.drafted) if count), default=0) <= max(max_tokens - 2, 0)
 
 
@@ -131,3 +136,43 @@ def test_drafts_never_preempt() -> None:
             world.router.submit(request(name, 12, 14, is_local=True))
         world.settle()
         assert world.decodes[0].engine.num_preemptions == 0
+
+
+class TestController:
+    """With costs told to it, on the bench's clock."""
+
+    def make(self, *, draft_s: float, adapts: bool = True) -> DraftController:
+        world = World(max_drafts=5)
+        costs = MeasuredCosts(target={1: 0.010, 8: 0.024, 64: 0.300}, draft={1: draft_s, 64: draft_s})
+        return DraftController(dataclasses.replace(world.decodes[0].model, adapts_drafts=adapts, measured_costs=costs))
+
+    def run(
+        self, controller: DraftController, num_steps: int, num_accepted: int, *, num_sequences: int = 1, is_halved: bool = False
+    ) -> list[int]:
+        seen = []
+        for number in range(num_steps):
+            controller.choose(num_sequences)
+            seen.append(controller.num_drafts)
+            for _ in range(num_sequences):
+                num_held = 0 if is_halved and number % 2 else num_accepted
+                controller.meter.count(num_drafted=controller.num_drafts, num_accepted=min(num_held, controller.num_drafts))
+            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}), 0.01)
+        return seen
+
+    def test_cheap_drafts_that_hold_are_all_made(self) -> None:
+        assert self.run(self.make(draft_s=0.0001), 100, 5)[-1] == 5
+
+    def test_drafts_that_never_hold_are_given_up_and_tried_again(self) -> None:
+        controller = self.make(draft_s=0.002)
+        seen = self.run(controller, 2000, 0)
+        assert seen[-1] == 0
+        assert 0 < sum(seen[1000:]) < 20
+        assert self.run(controller, 20_000, 5)[-1] > 0
+
+    def test_a_large_batch_drafts_less(self) -> None:
+        controller = self.make(draft_s=0.001)
+        assert self.run(controller, 400, 3, is_halved=True)[-1] == 3
+        assert self.run(controller, 400, 3, is_halved=True, num_sequences=64)[-1] == 0
+
+    def test_a_fixed_number_stays(self) -> None:
+        assert set(self.run(self.make(draft_s=1.0, adapts=False), 100, 0)) == {5}
