@@ -58,8 +58,8 @@ About 20 ms to begin and 7 ms a mask at most, and 50 MB of lexer states; real sc
 state of somebody's parser into messages.
 """
 
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between two JSON tokens: enough to indent, not enough for a model that has lost its way to fill the output with blanks."""
+JSON_WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,40}"
+"""Between two JSON tokens: one blank, or a line end and its indentation. With any, a model that has lost its way writes only blanks."""
 
 
 _OPTIONS = '%llguidance {"no_forcing": true}'

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
@@ -32,7 +32,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age", "colour", "tags"],
     "additionalProperties": False,
 }
-LONG_SCHEMA = {"type": "array", "items": {"enum": ["one", "two", "three"]}, "minItems": 60, "maxItems": 60}
+LONG_SCHEMA = {"type": "array", "items": {"enum": ["one", "two", "three"]}, "minItems": 150, "maxItems": 150}
 TOKENIZER = TextTokenizer(SHIPPED_CHECKPOINT)
 
 
@@ -49,7 +49,7 @@ def sampling(schema: Any, **parameters: Any) -> SamplingParameters:
 @pytest.mark.parametrize("drawn", [{"temperature": 0.0}, {"temperature": 1.3, "seed": 11}], ids=["greedy", "drawn"])
 def test_two_workers_give_what_one_process_gives(cluster: RunningCluster, reference: Reference, drawn: dict[str, Any]) -> None:
     prompt = make_prompt(130, 400)
-    tokens = token_ids(cluster.complete(prompt, 500, ignore_eos=False, guided_json=SCHEMA, **drawn))
+    tokens = token_ids(cluster.complete(prompt, 500, ignore_eos=False, guided_json=SCHEMA, top_p=1.0, top_k=0, **drawn))
     assert [tokens] == reference.draw([prompt], sampling(SCHEMA, **drawn))
     assert tokens[-1] in TOKENIZER.eos_token_ids
     jsonschema.validate(json.loads(text_of(tokens)), SCHEMA)
@@ -58,12 +58,12 @@ def test_two_workers_give_what_one_process_gives(cluster: RunningCluster, refere
 def test_a_killed_decode_worker_leaves_the_answer_whole(cluster: RunningCluster, reference: Reference) -> None:
     prompt = make_prompt(100, 401)
     pid = cluster.worker("decode-0")["pid"]
-    streaming = Streaming(cluster, prompt, 500, ignore_eos=False, guided_json=LONG_SCHEMA)
+    streaming = Streaming(cluster, prompt, 3000, ignore_eos=False, guided_json=LONG_SCHEMA)
     wait_until(lambda: len(streaming.tokens) >= 10, 60, lambda: "ten tokens did not come")
     os.kill(pid, signal.SIGKILL)
-    assert len(streaming.tokens) < 100, "it must die before the answer is done"
+    assert len(streaming.tokens) < 450, "it must die before the answer is done"
     tokens = streaming.finish()
-    assert [tokens] == reference.draw([prompt], sampling(LONG_SCHEMA))
+    assert [tokens] == reference.draw([prompt], sampling(LONG_SCHEMA, max_tokens=3000))
     jsonschema.validate(json.loads(text_of(tokens)), LONG_SCHEMA)
     cluster.wait_until_serving()
     assert cluster.worker("decode-0")["pid"] != pid
@@ -71,7 +71,7 @@ def test_a_killed_decode_worker_leaves_the_answer_whole(cluster: RunningCluster,
 
 class Answer(BaseModel):
     is_right: bool
-    letter: str = ""
+    letter: Literal["r", "i", "v", "e"]
 
 
 def test_the_client_parses_what_comes_after_thinking(cluster: RunningCluster) -> None:
@@ -81,13 +81,12 @@ def test_the_client_parses_what_comes_after_thinking(cluster: RunningCluster) ->
             messages=[{"role": "user", "content": "Spell the word river."}],
             response_format=Answer,
             temperature=0,
-            max_tokens=1500,
+            max_tokens=800,
             reasoning_effort="low",
         )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, Answer)
-    assert choice.message.reasoning_content, "thinking is free"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,12 @@ def test_a_schema_cannot_choose_our_options(compiler: GrammarCompiler, schema: s
             compiler.start(GrammarSpec(GrammarKind.JSON_SCHEMA, schema))
 
 
+def test_json_may_be_indented_but_not_spaced_out(compiler: GrammarCompiler) -> None:
+    for text, is_allowed in (('{"a":1}', True), ('{\n    "a": 1\n}', True), ('{  "a": 1}', False), ('{\n\n"a": 1}', False)):
+        state = compiler.start(OBJECT)
+        assert state.accept(TOKENIZER.encode_runs([text])[0]) == is_allowed, text
+
+
 @pytest.mark.parametrize("regex", ["a/b", r"a\/b", "a\nb", "a\\\nb", r"a\\/b", "/", r"[/]b\.", ""])
 def test_a_regex_survives_its_slashes(compiler: GrammarCompiler, regex: str) -> None:
     texts = {"a/b": "a/b", r"a\/b": "a/b", "a\nb": "a\nb", "a\\\nb": "a\nb", r"a\\/b": "a\\/b", "/": "/", r"[/]b\.": "/b.", "": ""}
