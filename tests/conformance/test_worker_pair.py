@@ -12,6 +12,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 import glm_runtime
@@ -123,7 +124,7 @@ def runtime() -> Any:
 def expected(runtime: Any, prompts: list[list[int]], sampling: list[SamplingParameters]) -> list[list[int]]:
     from glm_runtime.engine.offline import generate
 
-    return generate(runtime, prompts, sampling)
+    return generate(runtime, prompts, sampling, max_drafts=0)
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
@@ -175,6 +176,40 @@ def test_a_later_attempt_goes_on_where_the_first_left_off(pair: Pair, runtime: A
     whole = expected(runtime, [prompt], [sampling])[0]
     assert pair.ask(prompt, sampling, emitted=whole[:7]).tokens == whole[7:]
     assert pair.ask(prompt, sampling, emitted=whole[:13], prefill=None).tokens == whole[13:]
+
+
+RICH = SamplingParameters(
+    max_tokens=24, seed=11, temperature=0.9, top_p=0.95, top_k=60, min_p=0.01, min_tokens=6, stop_token_ids=(7, 8, 9),
+    repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3, logit_bias=((40, 2.0), (41, -3.0)),
+    allowed_token_ids=tuple(range(1200)), bad_words=((5,), (40, 41)), logprobs=3,
+)  # fmt: skip
+"""All of the sampler at once."""
+
+
+def test_all_of_the_sampler_equals_one_process_and_goes_on_after_a_resume(pair: Pair, runtime: Any) -> None:
+    prompts = [prompt_of(40 + number, 30 + 45 * number) for number in range(3)]
+    sampling = [msgspec.structs.replace(RICH, seed=number, temperature=0.45 * number) for number in range(3)]
+    wholes = expected(runtime, prompts, sampling)
+    answers = pair.ask_all(prompts, sampling)
+    assert [answer.tokens for answer in answers] == wholes
+    for prompt, given, whole, answer in zip(prompts, sampling, wholes, answers, strict=True):
+        assert len(answer.logprobs) == len(whole)
+        for count in (1, 5, 10):
+            for prefill in ("p0", None):
+                rest = pair.ask(prompt, given, emitted=whole[:count], prefill=prefill)
+                assert rest.tokens == whole[count:], "what an earlier attempt has emitted is output: it is counted, and is no prompt"
+                assert rest.logprobs == answer.logprobs[count:]
+
+
+def test_a_prompt_is_scored_the_same_whoever_computes_it(pair: Pair) -> None:
+    sampling = SamplingParameters(max_tokens=9, seed=0, temperature=0.0, logprobs=2, prompt_logprobs=2)
+    handed = pair.ask(prompt_of(51, 150), sampling)
+    assert (len(handed.prompt_logprobs), len(handed.logprobs)) == (149, 9)
+    again = pair.ask(prompt_of(52, 150), sampling, prefill=None)
+    assert (len(again.prompt_logprobs), len(again.logprobs)) == (149, 9)
+    longer = pair.ask(prompt_of(51, 150) + handed.tokens + [5], msgspec.structs.replace(sampling, max_tokens=1), prefill=None, salt=b"x")
+    assert longer.prompt_logprobs[149:158] == handed.logprobs
+    assert longer.prompt_logprobs[:149] == handed.prompt_logprobs
 
 
 def test_cancelled_while_it_computes(pair: Pair) -> None:

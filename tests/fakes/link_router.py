@@ -25,6 +25,7 @@ from kv_transfer.messages import (
     SinkReady,
     StartSource,
     TokenDelta,
+    TokenLogprobs,
     Tokens,
     WorkerAddress,
     WorkerEntry,
@@ -44,6 +45,8 @@ class Answer:
     num_cached_tokens: int = 0
     have_tokens: int = 0
     failure: Failed | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class LinkRouter:
@@ -117,6 +120,7 @@ class LinkRouter:
         cancel_after_tokens: int | None = None,
         cancel_after_s: float | None = None,
         is_left: bool = False,
+        salt: bytes = b"",
     ) -> Answer:
         """One attempt. prefill None: the decode worker computes the prompt itself. is_left: a worker will be gone, wait for no CLOSED."""
         sink, source = self.entry(decode), self.entry(prefill) if prefill is not None else None
@@ -126,7 +130,7 @@ class LinkRouter:
         self._inboxes[transfer] = asyncio.Queue()
         tokens = pack_tokens([*prompt, *emitted])
         address = source.address if source is not None else None
-        opened = OpenSink(transfer, tokens, len(prompt), len(emitted), b"", sampling, 0, 60.0, address)
+        opened = OpenSink(transfer, tokens, len(prompt), len(emitted), salt, sampling, 0, 60.0, address)
         answer = Answer()
         legs = [name for name in (decode, prefill) if name is not None]
         try:
@@ -134,7 +138,7 @@ class LinkRouter:
                 await self._open(opened, decode, answer)
                 if source is not None and answer.failure is None:
                     start = StartSource(
-                        transfer, tokens, len(prompt), len(emitted), answer.have_tokens, b"", sampling, 0, 60.0, sink.address
+                        transfer, tokens, len(prompt), len(emitted), answer.have_tokens, salt, sampling, 0, 60.0, sink.address
                     )
                     self._post(source.address.worker_id, start)
                 await self._collect(transfer, answer, len(emitted), cancel_after_tokens)
@@ -177,6 +181,8 @@ class LinkRouter:
             if isinstance(said, TokenDelta):
                 assert said.first_index == first_index + len(answer.tokens), "a token is missing or said twice"
                 answer.tokens.extend(said.tokens)
+                answer.logprobs.extend(said.logprobs)
+                answer.prompt_logprobs.extend(said.prompt_logprobs)
                 answer.finish = said.finish
                 answer.num_cached_tokens = said.num_cached_tokens
             elif isinstance(said, Failed):
