@@ -76,6 +76,8 @@ def describe_worker(entry: WorkerEntry) -> dict[str, Any]:
         "num_steps": load.num_steps,
         "bytes_read": load.bytes_read,
         "preemptions": load.preemptions,
+        "drafted": list(load.drafted),
+        "accepted": list(load.accepted),
         "pairs_up": [pair.worker_id for pair in entry.pairs if pair.up],
     }
 

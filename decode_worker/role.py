@@ -191,4 +191,6 @@ class DecodeRole:
             prefix_query_tokens=self._receiver.num_query_tokens,
             preemptions=self._engine.num_preemptions,
             stale_validations=self._num_stale,
+            drafted=tuple(self._engine.drafts.meter.drafted[: self._model.max_drafts]),
+            accepted=tuple(self._engine.drafts.meter.accepted[: self._model.max_drafts]),
         )

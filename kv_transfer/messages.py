@@ -88,7 +88,10 @@ class WorkerAddress(_Part, frozen=True):
 
 
 class WorkerLoad(_Part, frozen=True):
-    """What a worker says about itself; rides on PING and on reports to the directory."""
+    """What a worker says about itself; rides on PING and on reports to the directory.
+
+    drafted, accepted: by position in a step, tokens guessed and those that held, since start; empty where nothing is drafted.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -108,6 +111,8 @@ class WorkerLoad(_Part, frozen=True):
     prefix_query_tokens: int = 0
     preemptions: int = 0
     stale_validations: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 class PairState(_Part, frozen=True):

@@ -9,7 +9,7 @@ from kv_transfer.messages import SamplingParameters
 
 
 class Reference:
-    """The shipped checkpoint in the configuration that `serve` uses by default."""
+    """The shipped checkpoint in the configuration that `serve` uses by default, but one token at a time."""
 
     def __init__(self) -> None:
         config, _ = load_config(None)
@@ -21,4 +21,4 @@ class Reference:
 
     def draw(self, prompts: Sequence[Sequence[int]], sampling: SamplingParameters) -> list[list[int]]:
         """The tokens that these sampling parameters draw after each prompt."""
-        return generate(self._runtime, prompts, sampling)
+        return generate(self._runtime, prompts, sampling, max_drafts=0)

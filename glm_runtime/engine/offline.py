@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from glm_runtime.engine.grammar_desk import load_grammars
+from glm_runtime.engine.draft_meter import DraftMeter
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
@@ -97,13 +98,14 @@ def generate(
     chunk_tokens: int | None = None,
     max_batch_sequences: int = 16,
     max_drafts: int | None = None,
+    drafts: DraftMeter | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """The output tokens of each prompt, the stop token included when there is one.
 
     chunk_tokens: most prompt tokens of a sequence per step (None: as many as the step may have). max_batch_sequences: most
     sequences at a time; the next one starts when one has ended and its blocks fit. max_drafts: tokens guessed ahead of each step (None:
-    as the runtime is configured). Results depend on none of them in deterministic mode.
+    as the runtime is configured; always so many). Results depend on none of them in deterministic mode. drafts: counts them.
     Raises PromptTooLong, before anything is computed, when a prompt and its max_tokens exceed the model's length or the pool, and
     InvalidRequest for a grammar that cannot be used.
     """
@@ -129,7 +131,11 @@ def generate(
             sequence = waiting.popleft()
             sequence.block_table = [free.pop() for _ in range(sequence.num_blocks(block_size_tokens))]
             running.append(sequence)
-        _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts, on_token)
+        planned, result = _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts)
+        for sequence, piece in planned:
+            if drafts is not None and piece.num_drafts:
+                drafts.count(num_drafted=piece.num_drafts, num_accepted=len(result.samples[piece.sequence_id]) - 1)
+            sequence.take(piece, result, on_token)
         for sequence in running:
             if sequence.is_finished:
                 free += sequence.block_table
@@ -166,8 +172,7 @@ def _step(
     budget_tokens: int,
     chunk_tokens: int | None,
     num_drafts: int,
-    on_token: OnToken | None,
-) -> None:
+) -> tuple[list[tuple[_Sequence, SequenceSlice]], StepResult]:
     """One step over as many sequences as the budget allows, decode rows and chunks mixed."""
     planned: list[tuple[_Sequence, SequenceSlice]] = []
     for sequence in sorted(running, key=lambda sequence: len(sequence.tokens) - sequence.num_computed):
@@ -176,5 +181,4 @@ def _step(
             planned.append((sequence, piece))
             budget_tokens -= len(piece.tokens)
     result = runner.run(StepPlan(step_number=step_number, slices=tuple(piece for _, piece in planned)))
-    for sequence, piece in planned:
-        sequence.take(piece, result, on_token)
+    return planned, result

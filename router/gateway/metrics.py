@@ -143,6 +143,10 @@ class _StateCollector(Collector):
                 family.add_metric([view.ref.worker_id, view.entry.role], read(view))
             yield family
         yield _cache_formats(views)
+        yield _drafts(
+            "glm_worker_drafted_tokens", "Tokens guessed ahead of a step since start, by position in it, from 1.", views, _drafted
+        )
+        yield _drafts("glm_worker_accepted_tokens", "Those of them that held.", views, _accepted)
         yield from _alias_gauges(counts, views)
 
 
@@ -154,6 +158,22 @@ def _cache_formats(views: list[WorkerView]) -> GaugeMetricFamily:
     for view in views:
         for component, cache_format in view.entry.cache_formats:
             family.add_metric([view.ref.worker_id, view.entry.role, component, cache_format], 1.0)
+    return family
+
+
+def _drafted(view: WorkerView) -> tuple[int, ...]:
+    return view.load.drafted
+
+
+def _accepted(view: WorkerView) -> tuple[int, ...]:
+    return view.load.accepted
+
+
+def _drafts(name: str, text: str, views: list[WorkerView], read: Callable[[WorkerView], tuple[int, ...]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, text, labels=["worker_id", "role", "position"])
+    for view in views:
+        for position, drafts in enumerate(read(view), start=1):
+            family.add_metric([view.ref.worker_id, view.entry.role, str(position)], drafts)
     return family
 
 

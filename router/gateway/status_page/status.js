@@ -102,12 +102,14 @@ function showStatus(status) {
   showRecent(recent.requests);
   showPools(status.workers);
   const total = (name) => status.workers.reduce((sum, worker) => sum + worker.load[name], 0);
+  const totalDrafts = (name) => status.workers.reduce((sum, worker) => sum + worker.load[name].reduce((all, one) => all + one, 0), 0);
   const readSeconds = total("read_s");
   showFigures(byId("transfers"), [
     ["hand-offs open", count(total("num_transfers"))], ["pulled", bytes(total("bytes_read"))],
     ["pull rate", readSeconds > 0 ? `${bytes(total("bytes_read") / readSeconds)}/s` : "–"],
     ["prefix hits", percent(total("prefix_hit_tokens"), total("prefix_query_tokens"))],
     ["stale reads", count(total("stale_validations"))], ["preemptions", count(total("preemptions"))],
+    ["drafts held", percent(totalDrafts("accepted"), totalDrafts("drafted"))],
   ]);
 }
 
