@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.draft_meter import DraftMeter
+from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime import GlmRuntime
