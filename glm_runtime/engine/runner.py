@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.step_plan import StepPlan, StepResult
 from glm_runtime.model import ForcedChoices, GlmModel
+from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.sampling.sampler import sample
 from kv_transfer.errors import EngineFault
@@ -21,6 +23,7 @@ class ModelRunner:
     def __init__(self, model: GlmModel, cache: PagedCache) -> None:
         self.model = model
         self.cache = cache
+        self._tables = BlockTables(cache.num_blocks)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, store their keys in the cache, and draw the tokens it asks for.
@@ -46,6 +49,7 @@ class ModelRunner:
             block_size_tokens=self.cache.block_size_tokens,
             num_blocks=self.cache.num_blocks,
             row_tile=self.model.numerics.gemm.row_tile,
+            tables=self._tables,
         )
         padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
         return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
@@ -60,8 +64,9 @@ class ModelRunner:
                 asking.append((piece.sequence_id, piece.sampling, piece.token_index))
         if not rows:
             return {}
-        logits = self.model.logits(hidden[rows])
-        if not torch.isfinite(logits).all():
+        logits = self.model.logits(hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(rows)))
+        best = vocab_argmax(logits, impl=self.model.numerics.impl)
+        if not best.is_finite.all():
             raise EngineFault("logits are not finite: the weights or the cache are damaged", step_number=plan.step_number)
-        tokens = sample(logits, [sampling for _, sampling, _ in asking], [index for _, _, index in asking])
+        tokens = sample(logits, [sampling for _, sampling, _ in asking], [index for _, _, index in asking], best)
         return {sequence_id: token for (sequence_id, _, _), token in zip(asking, tokens, strict=True)}

@@ -18,9 +18,16 @@ def choose_impl(impl: Impl | None, tensor: Tensor) -> Impl:
 
 def check_shape(op: str, argument: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Raises ValueError naming op, argument, expected and actual shape; -1 in `expected` stands for any size."""
-    actual = tuple(tensor.shape)
-    if len(actual) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, actual, strict=True)):
-        raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")
+    actual = tensor.shape
+    if actual == expected:
+        return
+    if len(actual) == len(expected):
+        for want, have in zip(expected, actual, strict=True):
+            if want not in (-1, have):
+                break
+        else:
+            return
+    raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")
 
 
 def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
 from glm_runtime.sampling.noise import noise_words
 from kv_transfer.messages import SamplingParameters
 
@@ -18,12 +19,12 @@ _ROWS_AT_ONCE = 16
 """Bounds the fp64 copies of a large vocabulary; throughput does not depend on it."""
 
 
-def sample(logits: Tensor, parameters: Sequence[SamplingParameters], token_indices: Sequence[int]) -> list[int]:
+def sample(logits: Tensor, parameters: Sequence[SamplingParameters], token_indices: Sequence[int], best: Best | None = None) -> list[int]:
     """One token id per row of logits [M, V] fp32; greedy ties go to the smallest id.
 
-    token_indices: which output token of its request each row draws.
+    token_indices: which output token of its request each row draws. best: `vocab_argmax` of the logits, where it is known.
     """
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens: list[int] = (best or vocab_argmax(logits)).ids.tolist()
     drawn = [row for row, given in enumerate(parameters) if given.temperature >= GREEDY_BELOW_TEMPERATURE]
     for first in range(0, len(drawn), _ROWS_AT_ONCE):
         rows = drawn[first : first + _ROWS_AT_ONCE]
