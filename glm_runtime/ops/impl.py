@@ -38,6 +38,7 @@ def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> N
 
 def is_bf16_rows(op: str, argument: str, tensor: Tensor) -> bool:
     """Whether a compiled kernel is to read bf16, else fp32. Raises ValueError for another dtype and for rows that are not contiguous."""
-    if tensor.dtype not in (torch.float32, torch.bfloat16) or (tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-        raise ValueError(f"{op}: {argument} is {tensor.dtype} with strides {tensor.stride()}; expected fp32 or bf16, contiguous rows")
-    return tensor.dtype is torch.bfloat16
+    dtype = tensor.dtype
+    if (dtype is torch.float32 or dtype is torch.bfloat16) and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1):
+        return dtype is torch.bfloat16
+    raise ValueError(f"{op}: {argument} is {dtype} with strides {tensor.stride()}; expected fp32 or bf16, contiguous rows")

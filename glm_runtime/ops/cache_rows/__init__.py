@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from glm_runtime.ops.cache_rows import cpu, native, reference
-from glm_runtime.ops.cache_rows.native import described_planes
+from glm_runtime.ops.cache_rows.native import described_region
 from glm_runtime.ops.impl import Impl, check_shape, choose_impl
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.row_format import RowFormat, RowKind
 
-__all__ = ["decode_rows", "described_planes", "encode_rows", "load_blocks", "round_queries", "store_rows"]
+__all__ = ["decode_rows", "described_region", "encode_rows", "load_blocks", "round_queries", "store_rows"]
 
 _ROUNDS_QUERIES = frozenset({RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, RowKind.INDEX_MXFP4})
 
