@@ -39,3 +39,15 @@ def _store(described: "ctypes.Array[ctypes.c_int64]", slots: Tensor, values: Ten
 def described_region(region: CacheRegion) -> "ctypes.Array[ctypes.c_int64]":
     """What a kernel needs to store rows: `index_keys(region)` in memory, in this order."""
     return _Described(*index_keys(region))
+
+
+def load_sequence(region: CacheRegion, block_ids: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    """Contract: `load_sequence` of the package."""
+    width, block_ids = region.row_format.width, block_ids.contiguous()
+    rows, block_bytes, token_bytes, *_, kind, block_size = index_keys(region)
+    numbers = torch.empty(num_tokens, width, dtype=dtype)
+    library().glm_load_blocks(
+        rows, block_bytes, token_bytes, kind, block_size, block_ids.data_ptr(), num_tokens, width,
+        dtype is torch.bfloat16, numbers.data_ptr(),
+    )  # fmt: skip
+    return numbers
