@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import SHIPPED_CHECKPOINT
 from tests.running_cluster import COMMAND, start_cluster, token_ids
 
 pytestmark = pytest.mark.cluster
@@ -65,10 +64,11 @@ def _serve(checkpoint: Path) -> list[list[int]]:
 
 
 def test_nvfp4_experts(tmp_path: Path) -> None:
-    checkpoint = _make(tmp_path / "nvfp4", "--from", str(SHIPPED_CHECKPOINT), "--weights", "nvfp4")
+    """A random model: a trained one may well say the same with other weights."""
+    checkpoint = _make(tmp_path / "nvfp4", "--weights", "nvfp4", "--size", "small", "--set", "num_hidden_layers=5")
     assert _formats(checkpoint)["nvfp4"] > 0
     answers = _run(checkpoint, tmp_path)
-    assert all(len(answer) == MAX_TOKENS for answer in answers)
+    assert len({tuple(answer) for answer in answers}) > 1
     assert _serve(checkpoint) == answers
 
 
