@@ -16,6 +16,7 @@ CONSTRAINTS ?= constraints-cpu.txt
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-complete
+BENCH_STAMP := $(VENV)/.bench-complete
 NEEDED_KIB := 6291456
 PACKAGES := kv_transfer glm_runtime prefill_worker decode_worker router cluster
 SOURCES := $(PACKAGES) tests benchmarks
@@ -60,8 +61,12 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-bench: $(STAMP)
+bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+$(BENCH_STAMP): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]' $(addprefix --constraint ,$(CONSTRAINTS))
+	@touch $(BENCH_STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

@@ -2,9 +2,10 @@
 
 import sys
 
-from benchmarks import startup
+from benchmarks import gemm, perplexity, startup
+from benchmarks.engine import command as engine
 
-BENCHMARKS = (startup,)
+BENCHMARKS = (engine, gemm, startup, perplexity)
 
 if __name__ == "__main__":
     sys.exit(max(benchmark.main() for benchmark in BENCHMARKS))

@@ -19,7 +19,7 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.index_group import IndexGroup, Selection
 from glm_runtime.indexer import Indexer
 from glm_runtime.numerics import Numerics
-from glm_runtime.ops.cache_rows import load_blocks
+from glm_runtime.ops.cache_rows import load_sequence
 from glm_runtime.ops.dense_mla import dense_mla
 from glm_runtime.ops.fused_norm_rope import LatentNorms, fused_norm_rope
 from glm_runtime.ops.fused_q import fused_q
@@ -146,7 +146,7 @@ class Attention:
         """
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         num_blocks = -(-span.end // mla.block_size_tokens)
-        context = load_blocks(mla, block_table[:num_blocks])[0][: span.end].to(heads.dtype)
+        context = load_sequence(mla, block_table[:num_blocks], span.end, heads.dtype, impl=self.numerics.impl)
         rebuilt = self.numerics.gemm.linear(context[:, :latent], self.expansion).view(span.end, heads.shape[1], -1)  # [S, H, N + V]
         rotary = rotate_interleaved(heads[..., nope:], rope[0][:, None], rope[1][:, None])
         return dense_mla(

@@ -1,6 +1,7 @@
 """The feed-forward half of a layer: one gated MLP, or routed experts beside a shared one."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class GatedMlp:
         return gemm.linear(gemm.gated(hidden, self.weights.gate_up), self.weights.down)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
     """y = sum over the row's experts of gate * expert(x), plus the shared expert, which is not scaled."""
 
@@ -42,9 +43,14 @@ class MixtureOfExperts:
         logits = gemm.linear(hidden.float(), self.weights.router)  # fp32, whatever the runtime's dtype
         chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts, impl=self.numerics.impl)
         routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm, impl=self.numerics.impl)
-        return routed, GatedMlp(weights=self.weights.shared, numerics=self.numerics).forward(hidden)
+        return routed, self.shared.forward(hidden)
 
-    @property
+    @cached_property
+    def shared(self) -> GatedMlp:
+        """The expert that every row takes."""
+        return GatedMlp(weights=self.weights.shared, numerics=self.numerics)
+
+    @cached_property
     def routing(self) -> Routing:
         """The router's constants."""
         return Routing(

@@ -77,7 +77,8 @@ def is_exact_bf16(weight: Tensor) -> bool:
     """Whether every value is a bf16 (NaN is)."""
     if weight.dtype == torch.bfloat16:
         return True
-    return torch.equal(weight.nan_to_num(), weight.to(torch.bfloat16).to(weight.dtype).nan_to_num())
+    is_same = weight.to(torch.bfloat16) == weight
+    return bool(is_same.all()) or bool((is_same | weight.isnan()).all())
 
 
 def pack(weight: Tensor, *, is_gated: bool = False) -> PackedMatrix:

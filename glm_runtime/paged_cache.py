@@ -8,6 +8,7 @@ outermost stride is the whole block.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _DTYPES = {RowKind.BF16: torch.bfloat16, RowKind.FP32: torch.float32}
 """Other kinds are bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CacheRegion:
     """One layer of one component in all blocks. Views; they live as long as the pool.
 
@@ -37,6 +38,11 @@ class CacheRegion:
     def block_size_tokens(self) -> int:
         return self.planes[0].shape[1]
 
+    @cached_property
+    def plane_strides(self) -> tuple[int, ...]:
+        """For kernels: address, bytes a block and bytes a token of the first plane, then of the last (of the scales, where there are)."""
+        return strides_in_bytes(self.planes)
+
     def addresses(self, slots: Tensor) -> Tensor:
         """Rows of `rows` for slots (block_id * block_size + offset), any shape; -1 stays -1. The same for all layers of a component."""
         size, blocks = self.block_size_tokens, self.planes[0]
@@ -51,6 +57,15 @@ class CacheRegion:
         offsets = slots - block_ids * size
         for plane, rows in zip(self.planes, stored, strict=True):
             plane.index_put_((block_ids, offsets), rows)
+
+
+def strides_in_bytes(planes: Sequence[Tensor]) -> tuple[int, ...]:
+    """As `CacheRegion.plane_strides`, of any planes [P, block_size, W]."""
+    strides = []
+    for plane in (planes[0], planes[-1]):
+        size = plane.element_size()
+        strides += [plane.data_ptr(), plane.stride(0) * size, plane.stride(1) * size]
+    return tuple(strides)
 
 
 class PagedCache:

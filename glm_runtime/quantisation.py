@@ -3,19 +3,13 @@
 Knows: what the bytes mean. Does not know names or files (`weight_format.py`, `tensor_reader.py`).
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from glm_runtime.config_fields import FP8_BLOCK
+from glm_runtime.small_floats import E2M1_MAX, E4M3_MAX, from_e2m1_pairs, to_e2m1_pairs
 from glm_runtime.weight_format import NVFP4_GROUP
-
-E4M3_MAX = 448.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the three low bits of an e2m1 nibble; the fourth is the sign."""
-E2M1_MAX = E2M1_VALUES[-1]
 
 
 def dequantise_block_fp8(quantised: Tensor, scale: Tensor) -> Tensor:
@@ -43,9 +37,7 @@ def dequantise_nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor) -> Ten
 
     packed: [N, K / 2] uint8, the even column in the low nibble; scale: [N, K / 16] e4m3; global_scale: one fp32. Returns fp32, new.
     """
-    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)])
-    nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1)
-    groups = table[nibbles.view(packed.shape[0], -1, NVFP4_GROUP).int()]
+    groups = from_e2m1_pairs(packed).view(packed.shape[0], -1, NVFP4_GROUP)
     return groups.mul_(scale.float()[:, :, None]).mul_(global_scale.reshape(())).view(packed.shape[0], -1)
 
 
@@ -61,15 +53,5 @@ def quantise_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     global_scale = torch.where(whole > 0, whole / (E4M3_MAX * E2M1_MAX), 1.0)
     scale = (largest / (E2M1_MAX * global_scale)).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
     divisor = (scale.float() * global_scale)[:, :, None]
-    codes = _e2m1_codes(torch.where(divisor > 0, groups / divisor, 0.0)).view(weight.shape[0], -1, 2)
-    return codes[:, :, 0] | codes[:, :, 1] << 4, scale, global_scale
-
-
-def _e2m1_codes(values: Tensor) -> Tensor:
-    """Nearest e2m1 code of each value, uint8. Between two codes a tie goes to the even one."""
-    magnitude = values.abs()
-    codes = torch.zeros_like(values, dtype=torch.uint8)
-    for lower, (below, above) in enumerate(pairwise(E2M1_VALUES)):
-        middle = (below + above) / 2
-        codes += magnitude > middle if lower % 2 == 0 else magnitude >= middle
-    return codes | (values.signbit().to(torch.uint8) << 3)
+    packed = to_e2m1_pairs(torch.where(divisor > 0, groups / divisor, 0.0).flatten(1))
+    return packed, scale, global_scale

@@ -7,7 +7,9 @@ tokens, `P` blocks of the pool, `B` blocks of a table, `K` top-k, `E` experts. B
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -63,9 +65,9 @@ class StepBatch:
 
 
 def group_scored_rows(
-    spans: Sequence[RowSpan], block_tables: Tensor, *, index_topk: int, block_size_tokens: int, tile_blocks: int
+    spans: Sequence[RowSpan], block_tables: NDArray[np.int64], *, index_topk: int, block_size_tokens: int, tile_blocks: int
 ) -> tuple[ScoredRows, ...]:
-    """Put the rows that need scores into rectangles; rows that see at most `index_topk` tokens need none.
+    """Put the rows that need scores into rectangles; rows that see at most `index_topk` tokens need none. block_tables: [R, B].
 
     Spans with equally many such rows share a rectangle when their contexts, in key tiles of `tile_blocks` blocks, round up to the
     same power of two: so at most half of the keys read are padding, and 16 decode rows cost one or two kernel calls, not 16.
@@ -77,14 +79,14 @@ def group_scored_rows(
             scored = RowSpan(span.sequence, span.row_end - (span.end - first), span.row_end, first)
             num_tiles = -(-span.end // (tile_blocks * block_size_tokens))
             buckets.setdefault((scored.num_rows, 1 << (num_tiles - 1).bit_length()), []).append(scored)
-    return tuple(_rectangle(members, block_tables, block_size_tokens, tile_blocks) for members in buckets.values())
+    return tuple([_rectangle(members, block_tables, block_size_tokens, tile_blocks) for members in buckets.values()])
 
 
-def _rectangle(members: Sequence[RowSpan], block_tables: Tensor, block_size_tokens: int, tile_blocks: int) -> ScoredRows:
-    offsets = torch.arange(members[0].num_rows)
-    rows = torch.tensor([span.row_start for span in members])[:, None] + offsets
-    positions = torch.tensor([span.start for span in members])[:, None] + offsets
-    num_blocks = max(-(-span.end // block_size_tokens) for span in members)
-    num_blocks += -num_blocks % tile_blocks
-    tables = block_tables[[span.sequence for span in members], :num_blocks]
-    return ScoredRows(rows, positions, torch.nn.functional.pad(tables, (0, num_blocks - tables.shape[1])))
+def _rectangle(members: Sequence[RowSpan], block_tables: NDArray[np.int64], block_size_tokens: int, tile_blocks: int) -> ScoredRows:
+    offsets = np.arange(members[0].num_rows)
+    rows = np.array([span.row_start for span in members])[:, None] + offsets
+    positions = np.array([span.start for span in members])[:, None] + offsets
+    num_blocks = max([-(-span.end // block_size_tokens) for span in members])
+    tables = np.zeros((len(members), num_blocks + -num_blocks % tile_blocks), dtype=np.int64)
+    tables[:, :num_blocks] = block_tables[[span.sequence for span in members], :num_blocks]
+    return ScoredRows(torch.from_numpy(rows), torch.from_numpy(positions), torch.from_numpy(tables))

@@ -1,6 +1,8 @@
 """The runtime called in one process: what the cluster's answers must equal, token by token, without a margin."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cluster.config_file import load_config
 from glm_runtime.engine.offline import generate
@@ -9,11 +11,13 @@ from kv_transfer.messages import SamplingParameters
 
 
 class Reference:
-    """The shipped checkpoint in the configuration that `serve` uses by default, but one token at a time."""
+    """The shipped checkpoint as `serve` configures it by default but for these fields of `RuntimeConfig`, one token at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Mapping[str, Any] | None = None) -> None:
         config, _ = load_config(None)
-        self._runtime = GlmRuntime.load(config.runtime)
+        # The file's "auto" has been resolved for its own cache format; another one leads to others.
+        formats = {"index_format": "auto", "index_scale": "auto"} if changes and "cache_format" in changes else {}
+        self._runtime = GlmRuntime.load(dataclasses.replace(config.runtime, **{**formats, **(changes or {})}))
 
     def greedy(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """The most likely tokens after each prompt, end tokens included and passed over."""

@@ -51,8 +51,8 @@ class RunningCluster:
         """One worker's row."""
         return next(worker for worker in self.status()["workers"] if worker["id"] == worker_id)
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
-        """POST /v1/completions with token ids, greedy, not stopped by end tokens; the whole answer."""
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, **parameters: Any) -> dict[str, Any]:
+        """POST /v1/completions with text or token ids, greedy, not stopped by end tokens; the whole answer."""
         response = httpx.post(f"{self.url}/v1/completions", json=_body(prompt, max_tokens, parameters), timeout=REQUEST_TIMEOUT_S)
         assert response.status_code == 200, response.text
         return dict(response.json())
@@ -147,10 +147,10 @@ def cached_tokens(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def _body(prompt: Sequence[int], max_tokens: int, parameters: dict[str, Any]) -> dict[str, Any]:
+def _body(prompt: Sequence[int] | str, max_tokens: int, parameters: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": "glm",
-        "prompt": list(prompt),
+        "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,

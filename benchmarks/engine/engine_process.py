@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TAIL_CHARACTERS = 600
+REASON_CHARACTERS = 200
 STOP_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 20
 
@@ -26,7 +26,11 @@ Tokens = Sequence[int]
 
 
 class EngineFailed(Exception):
-    """An engine that ended, answered with an error, or did not answer in time."""
+    """An engine that ended, answered with an error, or did not answer in time. system: whose it is."""
+
+    def __init__(self, system: str, what: str) -> None:
+        super().__init__(what)
+        self.system = system
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,5 +132,7 @@ class EngineProcess:
         return line.decode()
 
     def _failure(self, what: str) -> EngineFailed:
-        tail = self._log.read_text(errors="replace")[-TAIL_CHARACTERS:].strip()
-        return EngineFailed(f"{self.spec.name}: {what.strip()}" + (f"; the end of {self._log}: {tail}" if tail else ""))
+        """One line: the last one of what the engine has logged is most often the reason."""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        reason = f"; {lines[-1].strip()[:REASON_CHARACTERS]} (in {self._log})" if lines else ""
+        return EngineFailed(self.spec.system, f"{self.spec.name}: {what.strip()}{reason}")

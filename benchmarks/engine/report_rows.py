@@ -10,12 +10,13 @@ from benchmarks.engine.roofline import StepBytes, bandwidth_share_percent
 from benchmarks.report import Row
 
 ROOFLINE_GOAL_PERCENT = 50.0
+REASON_CHARACTERS = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
     """What holds for all cases. modes: our engines' names, by mode; goals count for `goal_mode`. differences: of log-probabilities,
-    by peer. missing: why a peer is not there. bandwidth: bytes read a second."""
+    by peer. missing: why a peer is not there. bandwidth: bytes read a second. has_goals: not when the run is only to see that it works."""
 
     modes: Mapping[str, str]
     goal_mode: str
@@ -23,6 +24,7 @@ class RunFacts:
     differences: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     bandwidth: float = 0.0
+    has_goals: bool = True
 
     def is_checked(self, peer: str) -> bool:
         """Whether the peer computes what we compute."""
@@ -33,7 +35,7 @@ def check_rows(peers: Sequence[str], facts: RunFacts) -> list[Row]:
     """One row per peer: did it compute the same model."""
     rows = []
     for peer in peers:
-        value = facts.differences.get(peer, facts.missing.get(peer, "not compared"))
+        value = facts.differences.get(peer, _brief(facts.missing.get(peer, "not compared")))
         rows.append(
             Row(
                 target="1", what=f"first-token log-probabilities against {peer}, fp32: largest difference", value=value, unit="nats",
@@ -50,7 +52,7 @@ def case_rows(case: Case, result: CaseResult, facts: RunFacts) -> list[Row]:
         seconds = result.seconds.get(engine)
         if seconds is None:
             reason = result.failures.get(engine, "not measured")
-            rows.append(Row(target=_target(case), what=f"{case.name}, {mode}", value=reason, unit="-", goal="measured", met=False))
+            rows.append(Row(target=_target(case), what=f"{case.name}, {mode}", value=_brief(reason), unit="-", goal="measured", met=False))
             continue
         speed = case.tokens_per_call / statistics.median(seconds)
         rows.append(
@@ -68,10 +70,10 @@ def roofline_rows(case: Case, result: CaseResult, facts: RunFacts, read: StepByt
     for mode, engine in facts.modes.items():
         if engine not in result.seconds or result.experts is None:
             reason = result.failures.get(engine, "not measured")
-            rows.append(Row(target="3", what=f"{case.name}, {mode}", value=reason, unit="-", goal="measured", met=False))
+            rows.append(Row(target="3", what=f"{case.name}, {mode}", value=_brief(reason), unit="-", goal="measured", met=False))
             continue
         share = bandwidth_share_percent(read, statistics.median(result.seconds[engine]), facts.bandwidth)
-        is_goal = mode == facts.goal_mode
+        is_goal = facts.has_goals and mode == facts.goal_mode
         rows.append(
             Row(
                 target="3",
@@ -86,13 +88,13 @@ def roofline_rows(case: Case, result: CaseResult, facts: RunFacts, read: StepByt
 
 
 def _ratio_row(case: Case, result: CaseResult, facts: RunFacts, mode: str, speed: float, peer: str) -> Row:
-    wanted = case.goals.get(peer) if mode == facts.goal_mode else None
+    wanted = case.goals.get(peer) if facts.has_goals and mode == facts.goal_mode else None
     goal = f">= {wanted:g}" if wanted is not None else "-"
     what = f"  {case.name}, {mode} / {peer}"
     engine = facts.chosen.get((peer, case.kind), "")
     if engine not in result.seconds:
         reason = facts.missing.get(peer) or result.failures.get(engine) or "not measured"
-        return Row(target=_target(case), what=what, value=reason, unit="-", goal=goal, met=False, peer=peer)
+        return Row(target=_target(case), what=what, value=_brief(reason), unit="-", goal=goal, met=False, peer=peer)
     peer_speed = case.tokens_per_call / statistics.median(result.seconds[engine])
     ratio = speed / peer_speed
     is_met = facts.is_checked(peer) and (wanted is None or ratio >= wanted)
@@ -100,6 +102,11 @@ def _ratio_row(case: Case, result: CaseResult, facts: RunFacts, mode: str, speed
         target=_target(case), what=what, value=ratio, unit="x", goal=goal, met=is_met, peer=engine, peer_value=peer_speed,
         repeats=len(result.seconds[engine]),
     )  # fmt: skip
+
+
+def _brief(reason: str) -> str:
+    """What a table's cell holds of a reason; all of it was printed when it happened."""
+    return reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 3] + "..."
 
 
 def _target(case: Case) -> str:

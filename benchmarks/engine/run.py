@@ -75,6 +75,7 @@ def measure(quick: bool, *, is_resumed: bool = False) -> list[Row]:
     facts = RunFacts(
         modes={spec.variant.split(",")[0]: spec.name for spec in plan.variants[OURS]},
         goal_mode=GOAL_MODE, chosen=chosen, differences=differences, missing=missing, bandwidth=bandwidth,
+        has_goals=not quick,
     )  # fmt: skip
     rows = check_rows(PEERS, facts)
     for case in plan.cases:
@@ -162,6 +163,8 @@ def _check(plan: Plan, saved: SavedResults, missing: dict[str, str], progress: P
                 with _start(plan.checked[peer]) as engine:
                     differences[peer] = compare_log_probs(ours, engine, prompts)
             except EngineFailed as error:
+                if error.system == OURS:
+                    raise
                 missing[peer] = str(error)
                 progress.done(f"check against {peer}: {error}")
                 continue

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
@@ -22,9 +23,10 @@ Runs = Mapping[SequenceId, tuple[int, ...]]
 class Drafter:
     """One MTP layer bound to one pool. Called between target steps, on their thread, under inference mode."""
 
-    def __init__(self, mtp: MtpLayer, cache: PagedCache) -> None:
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, tables: BlockTables) -> None:
         self._mtp = mtp
         self._cache = cache
+        self._tables = tables
 
     def seed(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
@@ -77,6 +79,7 @@ class Drafter:
             block_size_tokens=self._cache.block_size_tokens,
             num_blocks=self._cache.num_blocks,
             row_tile=self._mtp.target.numerics.gemm.row_tile,
+            tables=self._tables,
         )
 
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
+from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.drafter import Drafter
 from glm_runtime.engine.step_plan import StepPlan, StepResult
 from glm_runtime.engine.step_sampling import draw, score_prompts
 from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
+from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
@@ -29,7 +31,8 @@ class ModelRunner:
     def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None) -> None:
         self.model = model
         self.cache = cache
-        self._drafter = Drafter(mtp, cache) if mtp is not None else None
+        self._tables = BlockTables(cache.num_blocks)
+        self._drafter = Drafter(mtp, cache, self._tables) if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, store their keys in the cache, and draw the tokens it asks for.
@@ -75,15 +78,17 @@ class ModelRunner:
             block_size_tokens=self.cache.block_size_tokens,
             num_blocks=self.cache.num_blocks,
             row_tile=self.model.numerics.gemm.row_tile,
+            tables=self._tables,
         )
         padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
         return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
 
-    def _finite_logits(self, plan: StepPlan, hidden: Tensor) -> Tensor:
+    def _finite_logits(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, Best]:
         logits = self.model.logits(hidden)
-        if not torch.isfinite(logits).all():
+        best = vocab_argmax(logits, impl=self.model.numerics.impl)
+        if not best.is_finite.all():
             raise EngineFault("logits are not finite: the weights or the cache are damaged", step_number=plan.step_number)
-        return logits
+        return logits, best
 
 
 def _told_logprobs(drawn: Mapping[SequenceId, tuple[Sample, ...]]) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:

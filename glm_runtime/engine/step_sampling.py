@@ -6,17 +6,20 @@ Knows: which rows of a plan draw a token, and what each of them sees. Does not k
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.engine.verification import accepted_run
+from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.sampling.logprobs import token_logprobs
 from glm_runtime.sampling.rows import Sample, SampleRow
 from glm_runtime.sampling.sampler import sample_rows
 from kv_transfer.identity import SequenceId
 from kv_transfer.messages import TokenLogprobs
 
-LogitsOf = Callable[[Tensor], Tensor]
+LogitsOf = Callable[[Tensor], tuple[Tensor, Best]]
+"""fp32 logits [M, V] of rows of hidden states, and the best of each row."""
 
 PROMPT_ROWS_AT_ONCE = 64
 """Prompt rows whose logits are in memory together: 40 MB at a vocabulary of 154,880."""
@@ -25,7 +28,7 @@ PROMPT_ROWS_AT_ONCE = 64
 def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId, tuple[Sample, ...]]:
     """What stands, by sequence: the samples up to and with the first that its draft did not foretell.
 
-    hidden: [rows, hidden] of all the plan's rows. logits_of: fp32 logits [M, V] of some of them.
+    hidden: [rows, hidden] of all the plan's rows.
     """
     places: list[int] = []
     rows: list[SampleRow] = []
@@ -39,7 +42,8 @@ def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId
             asking.append(piece)
     if not rows:
         return {}
-    samples = sample_rows(logits_of(hidden[places]), rows)
+    logits, best = logits_of(hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(places)))
+    samples = sample_rows(logits, rows, best)
     drawn = {}
     first = 0
     for piece in asking:
@@ -77,6 +81,6 @@ def score_prompts(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> Mappin
 def _score(hidden: Tensor, following: Sequence[int], num_top: int, logits_of: LogitsOf) -> Iterator[TokenLogprobs]:
     for first in range(0, len(following), PROMPT_ROWS_AT_ONCE):
         tokens = following[first : first + PROMPT_ROWS_AT_ONCE]
-        logits = logits_of(hidden[first : first + len(tokens)]).cpu().numpy().astype(np.float64)
+        logits = logits_of(hidden[first : first + len(tokens)])[0].cpu().numpy().astype(np.float64)
         for token, row in zip(tokens, logits, strict=True):
             yield token_logprobs(row, token, num_top)

@@ -47,17 +47,17 @@ class BuildFailed(Exception):
     """The kernels cannot be compiled here. The message says why and what to do."""
 
 
-def build_library(cache_directory: Path | None = None) -> Path:
+def build_library(cache_directory: Path | None = None, source_directory: Path = SOURCE_DIRECTORY) -> Path:
     """The shared object of this machine's kernels, compiled now if it was not before (some ten seconds).
 
     Safe to call from several processes at once: one compiles, the others wait. Raises BuildFailed.
     """
     compiler = _find_compiler()
-    sources = sorted(SOURCE_DIRECTORY.glob("*.cpp"))
+    sources = sorted(source_directory.glob("*.cpp"))
     directory = cache_directory or _cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        target = directory / f"kernels-{_digest(compiler)}.so"
+        target = directory / f"kernels-{_digest(compiler, source_directory)}.so"
         with (directory / f"{target.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
@@ -92,10 +92,10 @@ def _cache_directory() -> Path:
         return Path(tempfile.gettempdir()) / f"glm-cluster-{os.getuid()}"
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, source_directory: Path) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     parts = [compiler, version, *FLAGS, _processor()]
-    parts += [f"{path.name}\0{path.read_text()}" for path in sorted(SOURCE_DIRECTORY.iterdir()) if path.suffix in (".cpp", ".hpp")]
+    parts += [f"{path.name}\0{path.read_text()}" for path in sorted(source_directory.iterdir()) if path.suffix in (".cpp", ".hpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

@@ -14,8 +14,4 @@ def listed_rows(region: CacheRegion) -> tuple[int, int, int]:
 
 def index_keys(region: CacheRegion) -> tuple[int, ...]:
     """(address, bytes a block, bytes a token) of the numbers and of the scales, format, tokens a block."""
-    strides = [
-        (plane.data_ptr(), plane.stride(0) * plane.element_size(), plane.stride(1) * plane.element_size())
-        for plane in (region.planes[0], region.planes[-1])
-    ]
-    return *strides[0], *strides[1], ROW_KINDS[region.row_format.kind], region.block_size_tokens
+    return *region.plane_strides, ROW_KINDS[region.row_format.kind], region.block_size_tokens

@@ -37,6 +37,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_index_queries": (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _P, _P),
     "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
     "glm_dense_mla": (_P, _I, _I, _I, _I, _I, _I, _P, _P, _I, _P, _I, _I, _F, _P),
+    "glm_load_blocks": (_P, _I, _I, _I, _I, _P, _I, _I, _I, _P),
 }
 """Name of each exported function -> its arguments. All return nothing."""
 

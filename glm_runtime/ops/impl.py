@@ -18,9 +18,16 @@ def choose_impl(impl: Impl | None, tensor: Tensor) -> Impl:
 
 def check_shape(op: str, argument: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     """Raises ValueError naming op, argument, expected and actual shape; -1 in `expected` stands for any size."""
-    actual = tuple(tensor.shape)
-    if len(actual) != len(expected) or any(want not in (-1, have) for want, have in zip(expected, actual, strict=True)):
-        raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")
+    actual = tensor.shape
+    if actual == expected:
+        return
+    if len(actual) == len(expected):
+        for want, have in zip(expected, actual, strict=True):
+            if want not in (-1, have):
+                break
+        else:
+            return
+    raise ValueError(f"{op}: {argument} has shape {list(actual)}; expected {list(expected)} (-1 is any)")
 
 
 def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> None:
@@ -31,6 +38,7 @@ def check_width(op: str, argument: str, region: CacheRegion, expected: int) -> N
 
 def is_bf16_rows(op: str, argument: str, tensor: Tensor) -> bool:
     """Whether a compiled kernel is to read bf16, else fp32. Raises ValueError for another dtype and for rows that are not contiguous."""
-    if tensor.dtype not in (torch.float32, torch.bfloat16) or (tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
-        raise ValueError(f"{op}: {argument} is {tensor.dtype} with strides {tensor.stride()}; expected fp32 or bf16, contiguous rows")
-    return tensor.dtype is torch.bfloat16
+    dtype = tensor.dtype
+    if (dtype is torch.float32 or dtype is torch.bfloat16) and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1):
+        return dtype is torch.bfloat16
+    raise ValueError(f"{op}: {argument} is {dtype} with strides {tensor.stride()}; expected fp32 or bf16, contiguous rows")

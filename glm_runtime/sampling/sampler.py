@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
 from glm_runtime.sampling.filters import candidates
 from glm_runtime.sampling.logprobs import token_logprobs
 from glm_runtime.sampling.noise import noise_words
@@ -40,12 +41,13 @@ def sample(logits: Tensor, parameters: Sequence[SamplingParameters], token_indic
     return [drawn.token for drawn in sample_rows(logits, rows)]
 
 
-def sample_rows(logits: Tensor, rows: Sequence[SampleRow]) -> list[Sample]:
+def sample_rows(logits: Tensor, rows: Sequence[SampleRow], best: Best | None = None) -> list[Sample]:
     """One sample per row of logits [M, V] fp32; greedy ties go to the smallest id. Pure: no row is changed.
 
-    Logits must be finite. Rows of one request after its drafts are rows like any other.
+    Logits must be finite. Rows of one request after its drafts are rows like any other. best: `vocab_argmax` of the logits, where it is
+    known.
     """
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens: list[int] = (best or vocab_argmax(logits)).ids.tolist()
     samples = [Sample(token) for token in tokens]
     others = [index for index, row in enumerate(rows) if not _is_plain(row)]
     rows_at_once = max(_NUMBERS_AT_ONCE // logits.shape[1], 1)

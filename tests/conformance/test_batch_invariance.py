@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.engine.offline import generate
+from glm_runtime.native.build import are_kernels_expected
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.messages import SamplingParameters
@@ -60,6 +61,37 @@ def test_a_batch_of_16_does_not_change_a_bit(runtime: GlmRuntime, prompts: list[
     for number in (1, 7, 15):
         single = batched.logits([prompts[number]], chunked(lengths[number], lengths[number]))[0]
         assert_same_bits(results[number], single)
+
+
+def test_compiled_kernels_need_no_padding_of_rows(runtime: GlmRuntime) -> None:
+    """All of the above ran on them, where they can be had."""
+    is_native = are_kernels_expected("auto")
+    assert (runtime.model.numerics.impl == "native") == is_native
+    assert (runtime.model.numerics.gemm.row_tile == 1) == is_native
+
+
+def test_without_compiled_kernels_a_row_keeps_its_bits_too(prompts: list[list[int]]) -> None:
+    by_torch = GlmRuntime.load(RuntimeConfig(checkpoint=TINY, num_threads=1, kernels="torch"))
+    assert by_torch.model.numerics.impl == "cpu"
+    few = [prompts[0][:150], *(prompt[:70] for prompt in prompts[1:])]
+    lengths = [len(prompt) for prompt in few]
+    alone = ScheduledRuntime(by_torch).logits(few[:1], chunked(150, 150))[0]
+    for steps in (chunked(150, 65), decoded(150, 140)):
+        assert_same_bits(ScheduledRuntime(by_torch, seed=7, spare_blocks=20).logits(few[:1], steps)[0], alone)
+    assert_same_bits(ScheduledRuntime(by_torch, seed=3).logits(few, mixed(lengths, [60, *[1] * 7, *[50] * 8]))[0], alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_compiled_kernels_give_the_same_bits_on_any_number_of_threads(
+    runtime: GlmRuntime, prompts: list[list[int]], alone: Tensor, threads: int
+) -> None:
+    if runtime.model.numerics.impl != "native":
+        pytest.skip("the BLAS promises this for the number of threads it was probed with")
+    torch.set_num_threads(threads)
+    try:
+        assert_same_bits(ScheduledRuntime(runtime).logits(prompts[:1], chunked(LENGTH, 513))[0], alone)
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16+fp8", "fp8_e4m3", "fp8_ds_mla+ue8m0", "nvfp4_ds_mla+mxfp4"])

@@ -19,7 +19,7 @@ from glm_runtime.packed_matrix import pack, plain
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import RopeTable
 from glm_runtime.runtime import GlmRuntime
-from glm_runtime.runtime_config import NumericsChoice, RuntimeConfig
+from glm_runtime.runtime_config import KernelsChoice, NumericsChoice, RuntimeConfig
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import IndexerWeights
 from tests.conformance.glm_oracle import Oracle, OracleRun
@@ -66,8 +66,8 @@ def _worst_row(logits: Sequence[Tensor], runs: Sequence[OracleRun]) -> tuple[flo
     return worst
 
 
-def load_fp32(directory: Path, numerics: NumericsChoice = "deterministic") -> GlmRuntime:
-    return GlmRuntime.load(RuntimeConfig(checkpoint=directory, cache_format="fp32", numerics=numerics, num_threads=1))
+def load_fp32(directory: Path, numerics: NumericsChoice = "deterministic", kernels: KernelsChoice = "auto") -> GlmRuntime:
+    return GlmRuntime.load(RuntimeConfig(checkpoint=directory, cache_format="fp32", numerics=numerics, kernels=kernels, num_threads=1))
 
 
 def make_subject(directory: Path, prompts: Sequence[Sequence[int]], *, has_exact_angles: bool = False) -> Subject:
@@ -183,8 +183,21 @@ def test_the_shipped_checkpoint_as_it_is_served_against_exact_angles(tiny_prompt
         subject.assert_equal([number], chunked(len(prompt), 65))
 
 
-def test_fast_mode_on_an_fp32_checkpoint_including_the_expanded_form(small: Subject) -> None:
-    fast = small.with_runtime(load_fp32(small.runtime.runtime_config.checkpoint, "fast"))
+@pytest.mark.parametrize("name", ["small", "grouped"])
+def test_the_torch_form(name: str, request: pytest.FixtureRequest) -> None:
+    """Everything else here runs on the compiled kernels, where they can be had."""
+    subject: Subject = request.getfixturevalue(name)
+    by_torch = subject.with_runtime(load_fp32(subject.runtime.runtime_config.checkpoint, kernels="torch"))
+    long = len(subject.prompts[0])
+    by_torch.assert_equal([0], chunked(long, 65))
+    by_torch.assert_equal([0], decoded(long, long - 20))
+    lengths = [len(prompt) for prompt in subject.prompts]
+    by_torch.assert_equal(list(range(len(lengths))), mixed(lengths, [9] * len(lengths)))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_fast_mode_on_an_fp32_checkpoint_including_the_expanded_form(small: Subject, kernels: KernelsChoice) -> None:
+    fast = small.with_runtime(load_fp32(small.runtime.runtime_config.checkpoint, "fast", kernels))
     long = len(small.prompts[0])
     fast.assert_equal([0], chunked(long, 65))
     fast.assert_equal([0], decoded(long, long - 20))

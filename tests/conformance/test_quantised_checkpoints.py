@@ -27,6 +27,15 @@ ODD_FIELDS = {
     "num_key_value_heads": 5,
 }
 """156 kv_b rows a head and 160 kv_a rows: no boundary is a multiple of the scale's 128, and the last blocks are partial."""
+HEADS_OF_448_FIELDS = {
+    **ODD_FIELDS,
+    "qk_nope_head_dim": 192,
+    "qk_head_dim": 208,
+    "v_head_dim": 256,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+"""GLM-5.3's kv_b: three and a half blocks of the scales a head, so that every second head begins in the middle of one."""
 
 QUANTISATION = {
     "quant_method": "fp8",
@@ -52,14 +61,18 @@ Pack = Callable[[GlmConfig, dict[str, Tensor]], tuple[dict[str, Tensor], dict[st
 
 @pytest.fixture(
     scope="module",
-    params=[(QUANTISATION, quantise_tensors), (NVFP4_QUANTISATION, nvfp4_tensors)],
-    ids=["block-fp8", "nvfp4"],
+    params=[
+        (QUANTISATION, quantise_tensors, ODD_FIELDS),
+        (QUANTISATION, quantise_tensors, HEADS_OF_448_FIELDS),
+        (NVFP4_QUANTISATION, nvfp4_tensors, ODD_FIELDS),
+    ],
+    ids=["block-fp8", "block-fp8 with heads of 448 rows", "nvfp4"],
 )
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    quantisation, pack = request.param
+    quantisation, pack, fields = request.param
     root = tmp_path_factory.mktemp("twins")
-    write_config(root / "packed", {**ODD_FIELDS, "quantization_config": quantisation})
-    write_config(root / "twin", ODD_FIELDS)
+    write_config(root / "packed", {**fields, "quantization_config": quantisation})
+    write_config(root / "twin", fields)
     config = GlmConfig.from_checkpoint(root / "packed")
     packed, twin = pack(config, random_tensors(config, seed=3))
     assert sum(not torch.equal(packed[name].float(), tensor) for name, tensor in twin.items() if name in packed) > 50

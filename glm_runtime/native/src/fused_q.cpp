@@ -70,11 +70,11 @@ inline float largest_of(const float* x, int64_t count) {
     return has_nan ? NAN : amax;
 }
 
-// A query as an FP8 index format computes with it; returns the scale, which goes into the head weight.
-float round_fp8(float* x, int64_t width) {
+// A query as an FP8 index format computes with it; returns the scale as a reader decodes it, which goes into the head weight.
+float round_fp8(float* x, int64_t width, bool is_ue8m0) {
     const float scale = power_of_two(scale_exponent(largest_of(x, width), 448.0f, -22));
     for (int64_t i = 0; i < width; ++i) x[i] = to_e4m3(x[i] / scale);
-    return scale;
+    return is_ue8m0 && std::isinf(scale) ? NAN : scale;
 }
 
 void round_mxfp4(float* x, int64_t width) {
@@ -129,7 +129,7 @@ extern "C" void glm_index_queries(const void* flat, int64_t row_stride, int64_t 
         }
         for (int64_t i = rope; i < width; ++i) x[i] = read(flat, first + i, are_bf16);
         float weight = weights[item];
-        if (is_fp8) weight *= round_fp8(x, width);
+        if (is_fp8) weight *= round_fp8(x, width, RowKind(kind) == RowKind::index_fp8_ue8m0);
         if (is_mxfp4) round_mxfp4(x, width);
         out_weights[item] = weight;
         for (int64_t i = 0; i < width; ++i) write(out, item * width + i, x[i], writes_bf16);

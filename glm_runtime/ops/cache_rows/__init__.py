@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from glm_runtime.ops.cache_rows import cpu, native, reference
-from glm_runtime.ops.cache_rows.native import described_planes
+from glm_runtime.ops.cache_rows.native import described_region
 from glm_runtime.ops.impl import Impl, check_shape, choose_impl
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.row_format import RowFormat, RowKind
 
-__all__ = ["decode_rows", "described_planes", "encode_rows", "load_blocks", "round_queries", "store_rows"]
+__all__ = ["decode_rows", "described_region", "encode_rows", "load_blocks", "load_sequence", "round_queries", "store_rows"]
 
 _ROUNDS_QUERIES = frozenset({RowKind.INDEX_FP8_FP32, RowKind.INDEX_FP8_UE8M0, RowKind.INDEX_MXFP4})
 
@@ -64,6 +64,18 @@ def load_blocks(region: CacheRegion, block_ids: Tensor, *, impl: Impl | None = N
     """All rows of whole blocks, in the order of block_ids [n]: numbers [n * block_size, D] fp32 and their scales, as `decode_rows`."""
     gathered = [plane.index_select(0, block_ids).flatten(0, 1) for plane in region.planes]
     return decode_rows(gathered, region.row_format, impl=impl)
+
+
+def load_sequence(region: CacheRegion, block_ids: Tensor, num_tokens: int, dtype: torch.dtype, *, impl: Impl | None = None) -> Tensor:
+    """The first `num_tokens` rows of a sequence's blocks [n], as numbers [num_tokens, D] of `dtype`, new. For formats of one plane.
+
+    Rounds: to `dtype`, once. Raises ValueError for a format of several planes, and for more tokens than the blocks hold.
+    """
+    if len(region.planes) > 1 or num_tokens > block_ids.shape[0] * region.block_size_tokens:
+        raise ValueError(f"load_sequence: {num_tokens} tokens of {block_ids.shape[0]} blocks of {region.row_format.kind.value}")
+    if impl == "native":
+        return native.load_sequence(region, block_ids, num_tokens, dtype)
+    return load_blocks(region, block_ids, impl=impl)[0][:num_tokens].to(dtype)
 
 
 def round_queries(queries: Tensor, weights: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.row_format import FP8_TILE, MXFP4_TILE, NVFP4_TILE, PACKED_LATENT, RowFormat, RowKind
+from glm_runtime.small_floats import E2M1_NUMBERS, E4M3_NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,8 @@ class SmallFloat:
         return -number if code >= self.negative else number
 
 
-E4M3 = SmallFloat(
-    numbers=(*(m * 2.0**-9 for m in range(8)), *((8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)))[:127],
-    negative=128,
-    nan=127,
-)
-E2M1 = SmallFloat(numbers=(0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), negative=8, nan=0)
+E4M3 = SmallFloat(numbers=E4M3_NUMBERS, negative=128, nan=127)
+E2M1 = SmallFloat(numbers=E2M1_NUMBERS, negative=8, nan=0)
 """e2m1 has no NaN: the tile's scale carries it."""
 UE8M0_NAN = 255
 

@@ -2,13 +2,12 @@
 
 from torch import Tensor
 
-from glm_runtime.ops.cache_rows import store_rows
 from glm_runtime.ops.fused_norm_rope import native, reference
 from glm_runtime.ops.fused_norm_rope.reference import IndexKeyNorm, IndexKeys, LatentNorms, MaterialisedKeys
 from glm_runtime.ops.impl import Impl, check_shape, check_width
 from glm_runtime.paged_cache import CacheRegion
 
-__all__ = ["IndexKeyNorm", "IndexKeys", "LatentNorms", "MaterialisedKeys", "fused_norm_rope", "store_index_keys"]
+__all__ = ["IndexKeyNorm", "IndexKeys", "LatentNorms", "MaterialisedKeys", "fused_norm_rope"]
 
 _OP = "fused_norm_rope"
 
@@ -70,11 +69,3 @@ def _check_materialised(materialised: MaterialisedKeys, projected: Tensor, width
     for buffer in buffers:
         if buffer.dtype is not projected.dtype or not buffer.is_contiguous():
             raise ValueError(f"{_OP}: materialised buffers are {buffer.dtype}; expected {projected.dtype}, contiguous")
-
-
-def store_index_keys(raw_keys: Tensor, norm: IndexKeyNorm, cos: Tensor, sin: Tensor, slots: Tensor, index: CacheRegion) -> None:
-    """Normalise and rotate the index keys and store them, kind 0 alone. See `reference.py`. Raises ValueError as `fused_norm_rope`."""
-    check_shape("store_index_keys", "raw_keys", raw_keys, (-1, norm.weight.shape[0]))
-    check_shape("store_index_keys", "slots", slots, (raw_keys.shape[0],))
-    check_width("store_index_keys", "index", index, norm.weight.shape[0])
-    store_rows(index, slots, reference.index_keys(IndexKeys(raw_keys, norm, index), cos, sin))

@@ -6,7 +6,7 @@ Where a row's slot is negative (padding, or another rank's token) kind 2 runs, k
 stores nothing, and kind 0 does not run. Source: FACTS 4.3.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import rotate_interleaved
 
 
-@dataclass(frozen=True, slots=True)
-class LatentNorms:
+class LatentNorms(NamedTuple):
     """Weights of the two latent norms: [Q] and [C]; eps is the config's, which transformers does not use here."""
 
     q_weight: Tensor
@@ -27,8 +26,7 @@ class LatentNorms:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class IndexKeyNorm:
+class IndexKeyNorm(NamedTuple):
     """LayerNorm of the index key: weight and bias [D]."""
 
     weight: Tensor
@@ -36,8 +34,7 @@ class IndexKeyNorm:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class IndexKeys:
+class IndexKeys(NamedTuple):
     """What kind 0 needs, on layers with an indexer. raw: [T, D] — the projection. region: None stores no index keys."""
 
     raw: Tensor
@@ -45,8 +42,7 @@ class IndexKeys:
     region: CacheRegion | None
 
 
-@dataclass(frozen=True, slots=True)
-class MaterialisedKeys:
+class MaterialisedKeys(NamedTuple):
     """Buffers for the keys as they are before the cache's rounding: what ranks gather that share a prefill (PCP).
 
     rows: [T, C + R] — latents beside shared keys, as `store_rows` takes them. index_keys: [T, D], where the layer has an indexer. Both
@@ -87,7 +83,7 @@ def fused_norm_rope(
     if mla is not None:
         store_rows(mla, slots, rows, impl=impl)
     if index is not None:
-        keys = index_keys(index, cos, sin)
+        keys = _index_keys(index, cos, sin)
         if materialised is not None and materialised.index_keys is not None:
             materialised.index_keys.copy_(torch.where((slots >= 0)[:, None], keys, 0.0))
         if index.region is not None:
@@ -95,7 +91,7 @@ def fused_norm_rope(
     return rms_norm(projected[:, :q_rank], norms.q_weight, norms.eps)
 
 
-def index_keys(index: IndexKeys, cos: Tensor, sin: Tensor) -> Tensor:
+def _index_keys(index: IndexKeys, cos: Tensor, sin: Tensor) -> Tensor:
     """[rotate(k[:R]) | k[R:]] with k = LayerNorm(raw): [T, D], new. Rounds as `fused_norm_rope`."""
     keys = layer_norm(index.raw, index.norm.weight, index.norm.bias, index.norm.eps)
     rope_dim = 2 * cos.shape[1]

@@ -1,7 +1,7 @@
 """From plan to tensors: rows, slots and the rectangles of rows that need scores."""
 
+import numpy as np
 import pytest
-import torch
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.batch_builder import build_batch
@@ -52,7 +52,7 @@ def test_decode_rows_of_similar_length_share_a_rectangle(config: GlmConfig) -> N
 
 def test_padding_of_a_rectangle_is_at_most_half(config: GlmConfig) -> None:
     spans = batch_of(config, *[piece(str(n), [1], n * 400 + 100, [0] * 130) for n in range(20)]).spans
-    tables = torch.zeros(20, 130, dtype=torch.int64)
+    tables = np.zeros((20, 130), dtype=np.int64)
     for scored in group_scored_rows(spans, tables, index_topk=64, block_size_tokens=64, tile_blocks=8):
         needed = -(-(scored.positions.flatten() + 1) // 512)
         assert scored.block_tables.shape[1] // 8 < 2 * int(needed.min())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glm_runtime.norm import layer_norm, rms_norm
+from glm_runtime.norm import rms_norm
 from glm_runtime.ops.cache_rows import encode_rows, store_rows
 from glm_runtime.ops.fused_norm_rope import (
     IndexKeyNorm,
@@ -14,7 +14,6 @@ from glm_runtime.ops.fused_norm_rope import (
     LatentNorms,
     MaterialisedKeys,
     fused_norm_rope,
-    store_index_keys,
 )
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.rope import RopeTable, rotate_interleaved
@@ -217,14 +216,6 @@ def test_compiled_rows_do_not_see_the_others(impl: str, dtype: torch.dtype) -> N
         assert torch.equal(keys.index_keys, made.index_keys[at])
 
 
-def test_index_keys_alone() -> None:
-    step = Step.made([2, -1, 130])
-    store_index_keys(step.raw, step.key_norm, step.cos, step.sin, step.slots, step.index)
-    keys = layer_norm(step.raw, step.key_norm.weight, step.key_norm.bias, 1e-6)
-    expected = torch.cat((rotate_interleaved(keys[:, :8], step.cos, step.sin), keys[:, 8:]), dim=1)
-    assert_region_holds(step.index, step.slots, expected)
-
-
 def test_the_reference_is_made_of_the_models_norms_and_rotation() -> None:
     step = Step.made([5, 6, 7])
     query_latent, made = step.run("reference")
@@ -249,5 +240,3 @@ def test_refuses_shapes_that_do_not_fit(impl: str) -> None:
         fused_norm_rope(*arguments, lists=torch.zeros(2, 4, dtype=torch.int64), impl=impl)
     with pytest.raises(ValueError, match=r"fused_norm_rope: materialised buffers"):
         fused_norm_rope(*arguments, materialised=MaterialisedKeys(torch.zeros(1, 32).bfloat16()), impl=impl)
-    with pytest.raises(ValueError, match=r"store_index_keys: index"):
-        store_index_keys(torch.zeros(1, 16), step.key_norm, step.cos, step.sin, torch.tensor([0]), step.mla)

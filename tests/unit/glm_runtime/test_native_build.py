@@ -1,0 +1,86 @@
+"""The one build of the compiled kernels, and what happens where it cannot be had."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm_runtime.native import build
+from glm_runtime.native.build import BuildFailed, are_kernels_expected, build_library
+
+pytestmark = pytest.mark.skipif(not are_kernels_expected("auto"), reason="no compiler or no AVX-512: nothing is compiled here")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    directory = tmp_path / "src"
+    directory.mkdir()
+    (directory / "one.hpp").write_text("inline int one() { return 1; }\n")
+    (directory / "one.cpp").write_text('#include "one.hpp"\nextern "C" int first() { return one(); }\n')
+    (directory / "two.cpp").write_text('extern "C" int second() { return 2; }\n')
+    return directory
+
+
+def test_sources_are_compiled_once_and_again_when_they_change(sources: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=build.__name__)
+    first = build_library(tmp_path, sources)
+    assert build_library(tmp_path, sources) == first
+    assert caplog.text.count("kernels compiled") == 1
+    (sources / "one.hpp").write_text("inline int one() { return 3; }\n")
+    assert build_library(tmp_path, sources) != first, "a changed header is a changed source"
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".o"]
+
+
+def test_two_processes_at_once_compile_once(sources: Path, tmp_path: Path) -> None:
+    program = (
+        "import logging, sys; from pathlib import Path; logging.basicConfig(level=logging.INFO)\n"
+        "from glm_runtime.native.build import build_library\n"
+        "print(build_library(Path(sys.argv[1]), Path(sys.argv[2])))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), str(sources)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    results = [process.communicate(timeout=60) for process in both]
+    assert results[0][0] == results[1][0] != ""
+    assert sum("kernels compiled" in errors for _, errors in results) == 1
+
+
+def test_a_broken_source_is_named(sources: Path, tmp_path: Path) -> None:
+    (sources / "two.cpp").write_text("int second( {\n")
+    with pytest.raises(BuildFailed, match=r"compiling .*two\.cpp failed with status 1: .*error"):
+        build_library(tmp_path, sources)
+    assert not list(tmp_path.glob("*.so")), "a failed build leaves nothing behind that a later one would take"
+
+
+def test_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not are_kernels_expected("native")
+    with pytest.raises(BuildFailed, match=r"no C\+\+ compiler was found \(tried g\+\+, .*apt-get install g\+\+"):
+        build_library(tmp_path, sources)
+
+
+def test_a_place_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildFailed, match=r"cannot write compiled kernels to .*make the directory writable"):
+        build_library(tmp_path / "file" / "cache", sources)
+
+
+def choose_without_compiler(choice: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """`choose_kernels` in a new process on a machine without compiler."""
+    program = "import sys; from glm_runtime.native.library import choose_kernels; print(choose_kernels(sys.argv[1]))"
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    return subprocess.run([sys.executable, "-c", program, choice], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_auto_falls_back_to_torch_with_a_warning(tmp_path: Path) -> None:
+    done = choose_without_compiler("auto", tmp_path)
+    assert done.stdout == "False\n"
+    assert "compiled kernels unavailable, torch serves more slowly reason=no C++ compiler was found" in done.stderr
+
+
+def test_native_insists_and_names_its_field(tmp_path: Path) -> None:
+    done = choose_without_compiler("native", tmp_path)
+    assert "ConfigError: runtime.kernels" in done.stderr
+    assert "is 'native', but no C++ compiler was found" in done.stderr
