@@ -84,10 +84,9 @@ class Receiver:
         """Steps draw for the sequence when its grammar has come; the record's token may come before it."""
 
         def ready(state: GrammarState) -> None:
-            if not state.accept(sequence.token_ids(sequence.num_given_tokens, sequence.num_tokens)):
-                failed(_cannot_go_on(state), self._grammars.now_s())
             sequence.grammar, sequence.awaits_grammar = state, False
-            self._outside.wake()
+            if self._follow_grammar(sequence, tuple(sequence.emitted_from(sequence.first_index)), self._grammars.now_s()):
+                self._outside.wake()
 
         def failed(reason: str, now_s: float) -> None:
             self.grammar_failed(sequence, reason, now_s)
@@ -186,6 +185,21 @@ class Receiver:
         sequence.lose_blocks()
         self._carry_out(self._session.finished(sequence.transfer, now_s), now_s)
 
+    def _follow_grammar(self, sequence: DecodeSequence, tokens: tuple[int, ...], now_s: float) -> bool:
+        """Take what the record has brought into the grammar, if that has come; False when the request has failed by it."""
+        if not sequence.follow_grammar(tokens):
+            self.grammar_broken(sequence, now_s)
+            return False
+        if not sequence.has_grammar_of_record():
+            logger.error(
+                "prefill reads a grammar otherwise request_id=%s attempt=%d", sequence.transfer.request_id, sequence.transfer.attempt
+            )
+            message = "prefill and decode read the grammar differently; their llguidance versions must be the same"
+            kind = FailureKind.RETRYABLE_ELSEWHERE
+            self._carry_out(self._session.fail(sequence.transfer, kind, "grammar_mismatch", message, now_s), now_s)
+            return False
+        return True
+
     def grammar_broken(self, sequence: DecodeSequence, now_s: float) -> None:
         """The sequence's newest tokens, which nobody has been shown, are not of its grammar, or that has become too complex."""
         assert sequence.grammar is not None, "a sequence without a grammar breaks none"
@@ -231,8 +245,8 @@ class Receiver:
         sequence.seed_hidden = record.hidden_state
         sequence.prompt_logprobs, sequence.scores = record.prompt_logprobs, None
         sequence.append(record.token, record.logprobs)
-        if not sequence.follow_grammar((record.token,)):
-            self.grammar_broken(sequence, now_s)
+        sequence.record_grammar_digest = record.grammar_digest
+        if not self._follow_grammar(sequence, (record.token,), now_s):
             return
         self._outbox.add(sequence, sequence.first_index, (record.token,))
         self._outbox.flush()

@@ -52,6 +52,7 @@ class DecodeSequence:
     history: what penalties and bad words see, where the request has any. logprobs: of each token that this attempt has emitted, where
     they are asked for. prompt_logprobs: where they are asked for and known; scores: on their way, while they are computed here.
     grammar: where the output is in its grammar. awaits_grammar: it is not compiled yet, and no step draws for the sequence.
+    record_grammar_digest: what prefill says of that state after the record's token.
     """
 
     sequence_id: SequenceId
@@ -83,6 +84,7 @@ class DecodeSequence:
     scores: PromptScores | None = None
     grammar: GrammarState | None = None
     awaits_grammar: bool = False
+    record_grammar_digest: bytes | None = None
 
     @property
     def next_index(self) -> int:
@@ -131,6 +133,10 @@ class DecodeSequence:
     def follow_grammar(self, tokens: tuple[int, ...]) -> bool:
         """Whether tokens that were just appended are of the sequence's grammar; without one, and before it has come, they are."""
         return self.grammar is None or self.grammar.accept(tokens)
+
+    def has_grammar_of_record(self) -> bool:
+        """Whether the grammar's state after the record's token is the one that prefill has, where both are known."""
+        return self.grammar is None or self.record_grammar_digest in (None, self.grammar.digest())
 
     @property
     def num_left_tokens(self) -> int:

@@ -82,6 +82,7 @@ class HandoffRecord(_Part, frozen=True):
     token: the sample at `first_index`, drawn once by prefill. hidden_state: raw bytes of h_P when the layout has MTP components.
     num_cached_tokens: prompt tokens that prefill took from its prefix cache. digest: `handoff.digest_record` over the rest.
     logprobs: of `token`. prompt_logprobs: of prompt tokens 1, 2 ... ; both only where the request asks for them.
+    grammar_digest: of the grammar's state after `token`; decode rebuilds that state by accepting the token once.
     """
 
     schema: int
@@ -96,6 +97,7 @@ class HandoffRecord(_Part, frozen=True):
     digest: bytes = b""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    grammar_digest: bytes = b""
 
 
 class TokenDelta(_Part, frozen=True):

@@ -151,6 +151,7 @@ class Sender:
             num_cached_tokens=min(sequence.num_cached_tokens, sequence.num_prompt_tokens),
             hidden_state=hidden_state,
             num_mtp_tokens=sequence.num_tokens if hidden_state is not None else 0,
+            grammar_digest=sequence.grammar.digest() if sequence.grammar is not None else b"",
             logprobs=logprobs,
             prompt_logprobs=sequence.scores.told if sequence.scores is not None else (),
         )

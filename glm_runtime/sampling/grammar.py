@@ -5,6 +5,7 @@ which sequence waits for a grammar to be compiled (`grammar_desk.py`). Determini
 the tokens before it.
 """
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, get_version
 from torch import Tensor
 
 from glm_runtime.checkpoint import TOKENIZER_FILE, tokenizer_digest
@@ -84,7 +85,7 @@ class GrammarCompiler:
         if matcher is None:
             return None
         self._compiled.move_to_end(key)
-        return GrammarState(matcher.deep_copy(), self.vocabulary, spec.after_token)
+        return GrammarState(matcher.deep_copy(), self.vocabulary, spec)
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """Compile, which takes milliseconds and lets go of the interpreter lock; `keep` the result. Raises InvalidRequest."""
@@ -107,7 +108,7 @@ class GrammarCompiler:
         if (state := self.find(spec)) is None:
             matcher = self.compile(spec)
             self.keep(spec, matcher)
-            state = GrammarState(matcher.deep_copy(), self.vocabulary, spec.after_token)
+            state = GrammarState(matcher.deep_copy(), self.vocabulary, spec)
         return state
 
     @property
@@ -125,12 +126,12 @@ class GrammarState:
     allow); the request has failed then. Until that is seen, masks allow only an end.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, after_token: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, spec: GrammarSpec) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._after_token = after_token
+        self._spec = spec
         self._num_accepted = 0
-        self._began_at: int | None = 0 if after_token < 0 else None
+        self._began_at: int | None = 0 if spec.after_token < 0 else None
         self._ended_at: int | None = None
         self.error: str | None = None
 
@@ -155,7 +156,7 @@ class GrammarState:
             if self.error is not None or not self._accept(token):
                 return False
             self._num_accepted += 1
-            if self._began_at is None and token == self._after_token:
+            if self._began_at is None and token == self._spec.after_token:
                 self._began_at = self._num_accepted
         return True
 
@@ -191,6 +192,11 @@ class GrammarState:
             return 0
         return (self._num_accepted if self._ended_at is None else self._ended_at) - self._began_at
 
+    def digest(self) -> bytes:
+        """16 bytes that two workers have in common exactly when they read one constraint alike and are equally far in it."""
+        parts = (self._spec.key.hex(), self._vocabulary.digest, get_version(), self._num_accepted, self._began_at, self._ended_at)
+        return hashlib.sha256(repr(parts).encode()).digest()[:16]
+
     def masks(self, drafts: Sequence[int] = ()) -> Tensor:
         """[1 + drafts, ceil(V / 32)] int32, new: row j allows what may follow the accepted tokens and drafts 1..j.
 
@@ -207,7 +213,7 @@ class GrammarState:
                 row.copy_(self._vocabulary.all_but_end)
             if draft is None or draft in self._vocabulary.end_ids or (has_begun and not _move_on(matcher, draft)):
                 break
-            has_begun = has_begun or draft == self._after_token
+            has_begun = has_begun or draft == self._spec.after_token
         return rows
 
     def _fill(self, matcher: LLMatcher, row: Tensor) -> None:

@@ -121,6 +121,19 @@ def test_going_back_and_replaying_are_the_same_as_never_having_gone(compiler: Gr
         assert state.accept(tokens[kept:])
 
 
+def test_the_digest_tells_how_far_a_state_is(compiler: GrammarCompiler) -> None:
+    tokens = TOKENIZER.encode_runs(['{"a"'])[0]
+    state = compiler.start(OBJECT)
+    digests = [state.digest()]
+    for token in tokens:
+        state.accept([token])
+        digests.append(state.digest())
+    assert len(set(digests)) == len(digests)
+    state.rollback(1)
+    assert state.digest() == digests[-2]
+    assert compiler.start(DIGITS).digest() != compiler.start(OBJECT).digest() == digests[0]
+
+
 def test_thinking_is_free_but_may_not_end_the_answer(compiler: GrammarCompiler) -> None:
     state = compiler.start(GrammarSpec(OBJECT.kind, OBJECT.text, THINK_END))
     free = set(range(VOCAB_SIZE)) - set(END_IDS)
