@@ -21,7 +21,7 @@ class DraftController:
         self.meter = DraftMeter()
         self._max_drafts = model.max_drafts
         self._adapts = model.adapts_drafts
-        self._costs = SpeculationMeter(model.measured_costs.target, model.measured_costs.draft)
+        self._costs = SpeculationMeter(model.measured_costs)
         self._chosen = model.max_drafts
         self._num_steps = 0
 

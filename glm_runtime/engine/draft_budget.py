@@ -38,16 +38,22 @@ class CostCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCosts:
-    """target: a target forward by rows. draft: one draft step by sequences. overhead_s: what a step costs beside both."""
+    """target: a target forward by rows. first, further: draft step 0, which has an indexer's work and several rows a sequence, and each
+    after it, by sequences. overhead_s: what a step costs beside all that.
+    """
 
     target: CostCurve
-    draft: CostCurve
+    first: CostCurve
+    further: CostCurve
     overhead_s: float = 0.0
 
     def step_s(self, num_sequences: int, num_drafts: int) -> float:
-        """One step with `num_drafts` drafts for each sequence. Without drafts the layer's keys still are computed, by one draft step."""
-        rows = num_sequences * (1 + num_drafts)
-        return self.overhead_s + self.target.seconds(rows) + max(num_drafts, 1) * self.draft.seconds(num_sequences)
+        """One step with `num_drafts` drafts for each sequence. Without drafts the layer's keys still are computed, by draft step 0."""
+        return self.overhead_s + self.target.seconds(num_sequences * (1 + num_drafts)) + self.draft_s(num_sequences, num_drafts)
+
+    def draft_s(self, num_sequences: int, num_drafts: int) -> float:
+        """The draft steps of one step."""
+        return self.first.seconds(num_sequences) + max(num_drafts - 1, 0) * self.further.seconds(num_sequences)
 
 
 def expected_tokens(acceptance: Sequence[float], num_drafts: int) -> float:

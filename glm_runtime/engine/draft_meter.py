@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_budget import PUBLISHED_ACCEPTANCE, CostCurve, StepCosts
 from glm_runtime.runtime_config import MOST_DRAFTS
 
@@ -66,17 +67,24 @@ class CostMeter:
 class SpeculationMeter:
     """Everything that the choice of a number of drafts looks at."""
 
-    def __init__(self, target: Mapping[int, float] | None = None, draft: Mapping[int, float] | None = None) -> None:
-        self._target = CostMeter(target)
-        self._draft = CostMeter(draft)
+    def __init__(self, measured: MeasuredCosts | None = None) -> None:
+        measured = measured or MeasuredCosts()
+        self._target = CostMeter(measured.target)
+        self._first = CostMeter(measured.first)
+        self._further = CostMeter(measured.further)
         self._overhead_s = 0.0
 
     def take(self, *, num_rows: int, num_sequences: int, num_drafts: int, target_s: float, draft_s: float, step_s: float) -> None:
         """A step of decode rows alone. num_drafts: made for the next step by each sequence; step_s: all of it."""
+        costs = self.costs()
+        expected_s = costs.draft_s(num_sequences, num_drafts)
+        # What was seen is the sum of both kinds of draft step: each moves by the same share, or gets an equal one at first.
+        share = draft_s / expected_s if expected_s else draft_s / max(num_drafts, 1)
         self._target.take(num_rows, target_s)
-        self._draft.take(num_sequences, draft_s / max(num_drafts, 1))
+        self._first.take(num_sequences, (costs.first.seconds(num_sequences) or 1.0) * share)
+        self._further.take(num_sequences, (costs.further.seconds(num_sequences) or 1.0) * share)
         self._overhead_s += SMOOTHING * (max(step_s - target_s - draft_s, 0.0) - self._overhead_s)
 
     def costs(self) -> StepCosts:
         """What is known now."""
-        return StepCosts(target=self._target.curve(), draft=self._draft.curve(), overhead_s=self._overhead_s)
+        return StepCosts(target=self._target.curve(), first=self._first.curve(), further=self._further.curve(), overhead_s=self._overhead_s)

@@ -106,10 +106,11 @@ def _measure(runner: StepRunner, runtime: GlmRuntime) -> MeasuredCosts:
         runner,
         num_blocks=runtime.num_blocks,
         max_step_tokens=runtime.runtime_config.max_step_tokens,
-        num_drafts=runtime.max_drafts,
     )
-    in_ms = [f"{size}:{1e3 * costs.target[size]:.2f}+{1e3 * costs.draft[size]:.2f}" for size in costs.target]
-    logger.info("steps measured rows:target_ms+draft_ms %s", " ".join(in_ms))
+    in_ms = [
+        f"{size}:{1e3 * costs.target[size]:.2f}+{1e3 * costs.first[size]:.2f}+{1e3 * costs.further[size]:.2f}" for size in costs.target
+    ]
+    logger.info("steps measured rows:target_ms+first_draft_ms+further_draft_ms %s", " ".join(in_ms))
     return costs
 
 

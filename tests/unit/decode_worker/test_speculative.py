@@ -143,7 +143,7 @@ class TestController:
 
     def make(self, *, draft_s: float, adapts: bool = True) -> DraftController:
         world = World(max_drafts=5)
-        costs = MeasuredCosts(target={1: 0.010, 8: 0.024, 64: 0.300}, draft={1: draft_s, 64: draft_s})
+        costs = MeasuredCosts(target={1: 0.010, 8: 0.024, 64: 0.300}, first={1: draft_s, 64: draft_s}, further={1: draft_s, 64: draft_s})
         return DraftController(dataclasses.replace(world.decodes[0].model, adapts_drafts=adapts, measured_costs=costs))
 
     def run(

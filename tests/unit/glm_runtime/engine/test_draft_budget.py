@@ -2,6 +2,7 @@
 
 import pytest
 
+from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_budget import PUBLISHED_ACCEPTANCE, CostCurve, StepCosts, choose_draft_budget, expected_tokens
 from glm_runtime.engine.draft_meter import CostMeter, DraftMeter, SpeculationMeter
 
@@ -35,7 +36,7 @@ NEVER = (0.0,) * 8
     ],
 )
 def test_the_fastest_number(acceptance: tuple[float, ...], target: CostCurve, draft: CostCurve, num_sequences: int, expected: int) -> None:
-    costs = StepCosts(target=target, draft=draft)
+    costs = StepCosts(target=target, first=draft, further=draft)
     speeds = [expected_tokens(acceptance, drafts) / costs.step_s(num_sequences, drafts) for drafts in range(9)]
     chosen = choose_draft_budget(acceptance, costs, num_sequences=num_sequences, current=expected, max_drafts=8)
     assert chosen == expected
@@ -46,7 +47,7 @@ def test_the_fastest_number(acceptance: tuple[float, ...], target: CostCurve, dr
 def test_whatever_the_present_number_the_next_is_within_the_hysteresis_of_the_best(current: int) -> None:
     for acceptance in (GOOD, BAD, NEVER, PUBLISHED_ACCEPTANCE):
         for target in (FLAT, LINEAR, KNEE):
-            costs = StepCosts(target=target, draft=CHEAP, overhead_s=0.001)
+            costs = StepCosts(target=target, first=CHEAP, further=CHEAP, overhead_s=0.001)
             speeds = [expected_tokens(acceptance, drafts) / costs.step_s(16, drafts) for drafts in range(6)]
             chosen = choose_draft_budget(acceptance, costs, num_sequences=16, current=current, max_drafts=5)
             assert 0 <= chosen <= 5
@@ -54,7 +55,7 @@ def test_whatever_the_present_number_the_next_is_within_the_hysteresis_of_the_be
 
 
 def test_a_small_gain_changes_nothing() -> None:
-    costs = StepCosts(target=FLAT, draft=CHEAP)
+    costs = StepCosts(target=FLAT, first=CHEAP, further=CHEAP)
     assert choose_draft_budget((0.5, 0.02), costs, num_sequences=1, current=1, max_drafts=2) == 1
     assert choose_draft_budget((0.5, 0.02), costs, num_sequences=1, current=2, max_drafts=2) == 2
 
@@ -106,5 +107,13 @@ def test_a_step_is_taken_apart() -> None:
         meter.take(num_rows=6, num_sequences=1, num_drafts=5, target_s=0.004, draft_s=0.005, step_s=0.010)
     costs = meter.costs()
     assert costs.target.seconds(8) == pytest.approx(0.004)
-    assert costs.draft.seconds(1) == pytest.approx(0.001)
+    assert costs.first.seconds(1) == costs.further.seconds(1) == pytest.approx(0.001)
     assert costs.overhead_s == pytest.approx(0.001, rel=0.01)
+
+
+def test_draft_steps_keep_the_proportion_that_was_measured() -> None:
+    meter = SpeculationMeter(MeasuredCosts(target={1: 0.004}, first={1: 0.003}, further={1: 0.001}))
+    for _ in range(200):
+        meter.take(num_rows=1, num_sequences=1, num_drafts=3, target_s=0.004, draft_s=0.010, step_s=0.014)
+    assert meter.costs().first.seconds(1) == pytest.approx(0.006, rel=0.01)
+    assert meter.costs().draft_s(1, 5) == pytest.approx(0.014, rel=0.01)
