@@ -12,18 +12,21 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
+from torch import Tensor
 
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.request_check import RequestLimits
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.engine.verification import accepted_run
+from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.block_pool import BlockPool
 from kv_transfer.identity import BlockId, Incarnation
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import SamplingParameters, TokenLogprobs
 from kv_transfer.pool_memory import PoolMemory
+from tests.fakes.toy_grammars import VOCAB_SIZE as VOCAB_SIZE
+from tests.fakes.toy_grammars import allowed_tokens, toy_grammars
 
-VOCAB_SIZE = 50
 BLOCK_SIZE_TOKENS = 8
 ENTRY_BYTES = 8
 TOY_LAYOUT = CacheLayout(
@@ -45,10 +48,14 @@ TOY_LAYOUT_WITH_MTP = CacheLayout(
 )
 
 
-def toy_token(entries: Sequence[bytes], sampling: SamplingParameters, token_index: int) -> int:
-    """The token that follows a sequence with these cache entries."""
+def toy_token(entries: Sequence[bytes], sampling: SamplingParameters, token_index: int, mask: Tensor | None = None) -> int:
+    """The token that follows a sequence with these cache entries; one of those that the mask allows."""
     digest = hashlib.sha256(b"".join(entries) + f"{sampling.seed},{token_index}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") % VOCAB_SIZE
+    number = int.from_bytes(digest[:4], "little")
+    if mask is None:
+        return number % VOCAB_SIZE
+    allowed = allowed_tokens(mask)
+    return allowed[number % len(allowed)]
 
 
 def toy_logprobs(token: int, num_top: int) -> TokenLogprobs:
@@ -71,12 +78,20 @@ def toy_hidden(token: int, position: int) -> bytes:
     return hashlib.sha256(f"hidden {token},{position}".encode()).digest()
 
 
-def toy_drafts(tokens: Sequence[int], sampling: SamplingParameters, token_index: int, num_drafts: int) -> tuple[int, ...]:
-    """Guesses at what follows `tokens`, of which the next is output token `token_index`."""
+def toy_drafts(
+    tokens: Sequence[int],
+    sampling: SamplingParameters,
+    token_index: int,
+    num_drafts: int,
+    grammar: GrammarState | None = None,
+    run: tuple[int, ...] = (),
+) -> tuple[int, ...]:
+    """Guesses at what follows `tokens`, of which the next is output token `token_index`. run: those that the grammar has not seen yet."""
     known = list(tokens)
     for index in range(token_index, token_index + num_drafts):
         entries = [toy_entry(token, position) for position, token in enumerate(known)]
-        token = toy_token(entries * 2, sampling, index)
+        mask = grammar.masks([*run, *known[len(tokens) :]])[-1] if grammar is not None else None
+        token = toy_token(entries * 2, sampling, index, mask)
         is_wrong = hashlib.sha256(f"{known[-1]},{len(known)}".encode()).digest()[0] % 4 == 0
         known.append((token + is_wrong) % VOCAB_SIZE)
     return tuple(known[len(tokens) :])
@@ -85,9 +100,12 @@ def toy_drafts(tokens: Sequence[int], sampling: SamplingParameters, token_index:
 def toy_generate(prompt: Sequence[int], sampling: SamplingParameters) -> list[int]:
     """The answer of a process that does nothing else."""
     tokens = list(prompt)
+    grammar = toy_grammars().start(sampling.grammar) if sampling.grammar is not None else None
     while len(tokens) - len(prompt) < sampling.max_tokens:
         entries = [toy_entry(token, position) for position, token in enumerate(tokens)]
-        tokens.append(toy_token(entries * 2, sampling, len(tokens) - len(prompt)))
+        mask = grammar.masks()[0] if grammar is not None else None
+        tokens.append(toy_token(entries * 2, sampling, len(tokens) - len(prompt), mask))
+        assert grammar is None or grammar.accept(tokens[-1:])
         if tokens[-1] in sampling.stop_token_ids:
             break
     return tokens[len(prompt) :]
@@ -125,7 +143,7 @@ class ToyRunner:
                 run = samples[piece.sequence_id]
                 known = self._tokens(piece.block_table, piece.start + piece.num_given + len(run) - 1)
                 drafts[piece.sequence_id] = toy_drafts(
-                    [*known, run[-1]], piece.sampling, piece.token_index + len(run), piece.num_next_drafts
+                    [*known, run[-1]], piece.sampling, piece.token_index + len(run), piece.num_next_drafts, piece.grammar, run
                 )
             if piece.keeps_hidden:
                 hidden_states[piece.sequence_id] = toy_hidden(piece.tokens[-1], piece.end - 1)
@@ -153,15 +171,16 @@ class ToyRunner:
         known = self._tokens(piece.block_table, piece.start)
         assert piece.seed_hidden == toy_hidden(known[-1], piece.start - 1), "the hidden state belongs to another row"
         assert piece.sampling is not None
-        drafts = toy_drafts([*known, *piece.tokens], piece.sampling, piece.token_index, piece.num_seed_drafts)
+        drafts = toy_drafts([*known, *piece.tokens], piece.sampling, piece.token_index, piece.num_seed_drafts, piece.grammar)
         return msgspec.structs.replace(piece, tokens=(*piece.tokens, *drafts), num_drafts=len(drafts), num_seed_drafts=0)
 
     def _draw(self, piece: SequenceSlice, sampling: SamplingParameters) -> tuple[int, ...]:
         drawn = []
+        masks = piece.grammar.masks(piece.tokens[piece.num_given :]) if piece.grammar is not None else None
         for number in range(piece.num_drafts + 1):
             end = piece.start + piece.num_given + number
             entries = [bytes(self._entry(piece.block_table, at, part)) for part in range(2) for at in range(end)]
-            drawn.append(toy_token(entries, sampling, piece.token_index + number))
+            drawn.append(toy_token(entries, sampling, piece.token_index + number, masks[number] if masks is not None else None))
         return accepted_run(drawn, piece.tokens[piece.num_given :])
 
     def _follow(self, piece: SequenceSlice, run: tuple[int, ...]) -> None:
@@ -206,4 +225,5 @@ def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarn
         request_limits=RequestLimits(vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS),
         max_step_tokens=max_step_tokens,
         max_drafts=max_drafts,
+        grammars=toy_grammars(),
     )

@@ -11,6 +11,7 @@ from kv_transfer.identity import RequestId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.transports.loopback import FaultPlan, LoopbackFabric
 from prefill_worker.config import PrefillConfig
+from tests.fakes.toy_grammars import END, TOY_GRAMMARS
 from tests.fakes.toy_model import VOCAB_SIZE, toy_generate, toy_logprobs
 from tests.fakes.worker_bench import BenchRequest, World
 
@@ -25,10 +26,12 @@ def requests(draw: st.DrawFn) -> list[BenchRequest]:
         shared = PREFIX[: draw(st.sampled_from([0, 8, 15, 16, 24, 32]))]
         own = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(draw(st.integers(1, 12)))]
         stop = tuple(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1)))
+        grammar = draw(st.sampled_from([None, None, *TOY_GRAMMARS]))
         sampling = SamplingParameters(
             max_tokens=draw(st.integers(1, 40)),
             seed=draw(st.integers(0, 9)),
-            stop_token_ids=stop,
+            stop_token_ids=stop if grammar is None else tuple({*stop, END}),
+            grammar=grammar,
             logprobs=draw(st.sampled_from([-1, -1, 2])),
             prompt_logprobs=draw(st.sampled_from([-1, -1, 1])),
         )
