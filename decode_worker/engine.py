@@ -4,7 +4,7 @@ Knows: how a plan becomes a step and what follows from its result. Does not know
 Between `decide` and `publish` any sequence may be dropped; its blocks stay held by STEP, and what was drawn for it is thrown away.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import sub
 
 from decode_worker.config import DecodeConfig
@@ -96,13 +96,18 @@ class DecodeEngine:
         return DecodeView(
             running=tuple([sequence.sequence_id for sequence in running]),
             free_slots=free_slots,
-            credit_blocks=tuple([self._receiver.credit_blocks(sequence) for sequence in running]) if not is_roomy else (),
+            credit_blocks=self._credit_blocks(running, free_slots, num_drafts) if not is_roomy else (),
             freed_blocks=tuple([self._freed_blocks(sequence) for sequence in running]) if num_full > num_available else (),
             filling=tuple([_demand_of(sequence) for sequence in _drawable(self._sequences.in_phase(Phase.FILLING))]),
             preempted=tuple([self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)]),
             num_available_blocks=num_available,
             num_drafts=num_drafts,
         )
+
+    def _credit_blocks(self, running: Sequence[DecodeSequence], free_slots: Sequence[int], num_drafts: Sequence[int]) -> tuple[int, ...]:
+        """Of the sequences that lack a slot for one of their rows; nobody asks for the others'."""
+        rows = zip(running, free_slots, num_drafts or (0,) * len(running), strict=True)
+        return tuple([self._receiver.credit_blocks(sequence) if free <= drafts else 0 for sequence, free, drafts in rows])
 
     def _num_drafts_of(self, sequence: DecodeSequence) -> int:
         return choose_num_drafts(
@@ -136,7 +141,7 @@ class DecodeEngine:
 
     def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
         for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
-            for sequence in self._known((sequence_id,)):
+            if (sequence := self._sequences.of_id(sequence_id)) is not None:
                 yield self._row(sequence, num_drafts)
         for chunk in plan.chunks:
             for sequence in self._known((chunk.sequence_id,)):

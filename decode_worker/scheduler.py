@@ -40,8 +40,9 @@ class DecodeView:
     """All that `decide` looks at, oldest first. Running sequences are given as columns, since they are many and looked at every step.
 
     free_slots: tokens that each running sequence can still store in the blocks it has.
-    credit_blocks: blocks that are promised to it; may be empty while every sequence has a free slot for all its rows. freed_blocks: what
-    preempting it would add to `num_available_blocks`; may be empty while that covers one block for each without a free slot.
+    credit_blocks: blocks that are promised to it, 0 where all its rows have a free slot; may be empty where those of all sequences have.
+    freed_blocks: what preempting it would add to `num_available_blocks`; may be empty while that covers one block for each without a free
+    slot.
     num_drafts: rows that each would like beyond its one; empty is none for all.
     filling: prompts computed here, whose blocks are allocated already.
     num_available_blocks: blocks that can be had now and are promised to nobody.

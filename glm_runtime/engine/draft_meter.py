@@ -15,26 +15,47 @@ SMOOTHING = 0.2
 
 
 class DraftMeter:
-    """drafted[i], accepted[i]: over all steps so far, drafts at position i of their step, and those of them that held."""
+    """Counts are kept by (drafted, accepted) until somebody asks: there is one for each sequence of each step."""
 
     def __init__(self) -> None:
-        self.drafted = [0] * MOST_DRAFTS
-        self.accepted = [0] * MOST_DRAFTS
+        self._waiting: dict[tuple[int, int], int] = {}
+        self._drafted = [0] * MOST_DRAFTS
+        self._accepted = [0] * MOST_DRAFTS
         self._recent_drafted = [PRIOR_DRAFTS] * MOST_DRAFTS
         self._recent_accepted = [PRIOR_DRAFTS * share for share in PUBLISHED_ACCEPTANCE]
 
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
-        for position in range(num_drafted):
-            holds = position < num_accepted
-            self.drafted[position] += 1
-            self.accepted[position] += holds
-            self._recent_drafted[position] = self._recent_drafted[position] * FORGETTING + 1.0
-            self._recent_accepted[position] = self._recent_accepted[position] * FORGETTING + holds
+        outcome = (num_drafted, num_accepted)
+        self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
+
+    @property
+    def drafted(self) -> list[int]:
+        """Over all steps so far, drafts at each position of their step."""
+        self._fold()
+        return self._drafted
+
+    @property
+    def accepted(self) -> list[int]:
+        """Those of them that held."""
+        self._fold()
+        return self._accepted
+
+    def _fold(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for (num_drafted, num_accepted), count in waiting.items():
+            kept = FORGETTING**count
+            for position in range(num_drafted):
+                held = count if position < num_accepted else 0
+                self._drafted[position] += count
+                self._accepted[position] += held
+                self._recent_drafted[position] = self._recent_drafted[position] * kept + count
+                self._recent_accepted[position] = self._recent_accepted[position] * kept + held
 
     @property
     def acceptance(self) -> tuple[float, ...]:
         """Share of recent drafts that held, by position; never more than at the position before."""
+        self._fold()
         shares: list[float] = []
         for drafted, accepted in zip(self._recent_drafted, self._recent_accepted, strict=True):
             shares.append(min(accepted / drafted, shares[-1] if shares else 1.0))
