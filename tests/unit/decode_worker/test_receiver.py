@@ -4,8 +4,10 @@ import msgspec
 
 from decode_worker.config import DecodeConfig
 from decode_worker.sequences import Phase
+from kv_transfer.handoff import seal_record
 from kv_transfer.identity import PeerId, RequestId
 from kv_transfer.messages import Ask, Complete, Failed, FailureKind, FinishReason, Gone, SamplingParameters, Seal, SinkBusy, Tokens
+from tests.fakes.toy_grammars import CHARACTERS, END, TOY_GRAMMARS
 from tests.fakes.toy_model import toy_generate, toy_logprobs
 from tests.fakes.worker_bench import BenchRequest, World
 
@@ -89,6 +91,63 @@ def test_a_record_that_ends_the_request_needs_no_step_but_its_blocks_are_kept() 
     again.request_id = RequestId("again")
     open_all(world, again)
     assert again.need_from == 16
+    world.settle()
+
+
+def _spoil_record(world: World, **changes: object) -> None:
+    """Change the record on its way, under a seal of its own: only who reads its sense can tell."""
+    queue = world.wire.queues[world.prefills[0].me.peer_id, world.decodes[0].me.peer_id]
+    spoilt = [
+        msgspec.structs.replace(message, record=seal_record(msgspec.structs.replace(message.record, **changes)))
+        if isinstance(message, Complete)
+        else message
+        for message in queue
+    ]
+    assert spoilt != list(queue), "the record has not been sent yet"
+    queue.clear()
+    queue.extend(spoilt)
+
+
+def _constrained(name: str, num_tokens: int) -> BenchRequest:
+    asked = request(name, num_tokens, 12)
+    asked.sampling = msgspec.structs.replace(asked.sampling, grammar=TOY_GRAMMARS[0], stop_token_ids=(END,))
+    return asked
+
+
+def test_a_record_of_another_grammar_state_sends_the_request_elsewhere() -> None:
+    world = World()
+    asked = _constrained("a", 20)
+    open_all(world, asked)
+    world.prefills[0].turn(world.now_s)
+    _spoil_record(world, grammar_digest=b"another library")
+    world.settle()
+    failures = said_to_router(world, Failed)
+    assert [(failed.kind, failed.code) for failed in failures] == [(FailureKind.RETRYABLE_ELSEWHERE, "grammar_mismatch")]  # type: ignore[attr-defined]
+    assert asked.attempt == 2
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+
+
+def test_a_record_whose_token_breaks_the_grammar_is_shown_to_nobody() -> None:
+    world = World()
+    asked = _constrained("a", 20)
+    open_all(world, asked)
+    world.prefills[0].turn(world.now_s)
+    _spoil_record(world, token=CHARACTERS.index("z"))
+    world.settle()
+    assert asked.failure is not None
+    assert (asked.failure.kind, asked.failure.code) == (FailureKind.REQUEST_FAULT, "invalid_request")
+    assert "the grammar cannot go on" in asked.failure.message
+    assert asked.output == []
+
+
+def test_a_grammar_whose_end_would_not_be_an_end_is_refused() -> None:
+    world = World()
+    asked = _constrained("a", 20)
+    asked.sampling = msgspec.structs.replace(asked.sampling, stop_token_ids=())
+    open_all(world, asked)
+    assert asked.failure is not None
+    assert asked.failure.kind is FailureKind.REQUEST_FAULT
+    assert "stop_token_ids" in asked.failure.message
     world.settle()
 
 
