@@ -15,7 +15,7 @@ import msgspec
 from kv_transfer.identity import BlockId, PeerId, TransferId
 from kv_transfer.messages import Failed, HandoffRecord, Message
 
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
 
 StateT = TypeVar("StateT", bound=Enum)
 EventT = TypeVar("EventT", bound=Enum)

@@ -16,7 +16,7 @@ from kv_transfer.identity import Incarnation, PeerId, peer_id
 from kv_transfer.layout import PROTOCOL_MAJOR
 from kv_transfer.messages import Challenge, Hello, Message, PartyKind
 
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 NONCE_BYTES = 32
 
 

@@ -13,6 +13,7 @@ from kv_transfer.block_keys import block_keys
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.handoff import (
+    RECORD_SCHEMA,
     DestroyAgent,
     Dropped,
     Effect,
@@ -318,7 +319,7 @@ class HandoffPair:
             self.do("source", self.source.seal(step.transfer, start, step.end, ids, self.now_s))
             if step.end == count_tokens(sequence.message.tokens):
                 index = sequence.message.first_index if record_index is None else record_index
-                record = HandoffRecord(1, index, 42, None, 1, 0)
+                record = HandoffRecord(RECORD_SCHEMA, index, 42, None, 1, 0)
                 self.do("source", self.source.complete(step.transfer, record, self.now_s))
         self.source_pool.release(step.touched, Holder(HolderKind.STEP, step.number))
 

@@ -30,8 +30,16 @@ def reads_history(given: SamplingParameters) -> bool:
 
 
 def has_processors(given: SamplingParameters, token_index: int) -> bool:
-    """Whether anything changes this row's logits before the temperature does."""
-    return bool(reads_history(given) or given.logit_bias or given.allowed_token_ids) or bans_end(given, token_index)
+    """Whether anything changes this row's logits before the temperature does. One expression: it is asked of every row of every step."""
+    return bool(
+        given.logit_bias
+        or given.allowed_token_ids
+        or given.bad_words
+        or given.repetition_penalty != 1.0
+        or given.frequency_penalty != 0.0
+        or given.presence_penalty != 0.0
+        or (token_index < given.min_tokens and given.stop_token_ids)
+    )
 
 
 def bans_end(given: SamplingParameters, token_index: int) -> bool:

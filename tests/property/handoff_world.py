@@ -14,7 +14,7 @@ from kv_transfer.block_keys import block_keys
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import PeerLost
-from kv_transfer.handoff import BlockState, DestroyAgent, Dropped, Effect, PostRead, Ready, Send, SinkState
+from kv_transfer.handoff import RECORD_SCHEMA, BlockState, DestroyAgent, Dropped, Effect, PostRead, Ready, Send, SinkState
 from kv_transfer.identity import BlockId, Incarnation, RequestId, TransferId, WorkerId, pack_tokens, peer_id
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import (
@@ -386,7 +386,7 @@ def complete(w: World, step: Step) -> None:
         start, sequence.num_sealed = sequence.num_sealed, step.chunk + 1
         w.do("source", w.source.seal(transfer, start, step.chunk + 1, step.block_ids[start:], 0.0))
         if step.chunk + 1 == w.setting.num_chunks:
-            w.do("source", w.source.complete(transfer, HandoffRecord(1, 0, 42, None, 1, 0), 0.0))
+            w.do("source", w.source.complete(transfer, HandoffRecord(RECORD_SCHEMA, 0, 42, None, 1, 0), 0.0))
     w.source_pool.release(step.block_ids, CHUNK_STEP)
     w.step = None
 

@@ -8,6 +8,7 @@ import pytest
 
 from kv_transfer.handoff import (
     BLOCK_TRANSITIONS,
+    RECORD_SCHEMA,
     SINK_TRANSITIONS,
     SOURCE_TRANSITIONS,
     BlockEvent,
@@ -22,7 +23,7 @@ from kv_transfer.handoff import (
     is_record_usable,
     seal_record,
 )
-from kv_transfer.messages import FinishReason, HandoffRecord
+from kv_transfer.messages import FinishReason, HandoffRecord, TokenLogprobs
 from kv_transfer.state_diagrams import DIAGRAMS, draw
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +75,7 @@ def test_the_diagrams_in_the_documentation_are_those_of_the_tables(diagram) -> N
     assert path.read_text(encoding="utf-8") == draw(diagram), "stale: run `python -m kv_transfer.state_diagrams`"
 
 
-RECORD = HandoffRecord(1, 3, 42, FinishReason.STOP, 7, 64)
+RECORD = HandoffRecord(RECORD_SCHEMA, 3, 42, FinishReason.STOP, 7, 64)
 
 
 def test_a_records_digest_covers_everything_else() -> None:
@@ -82,8 +83,9 @@ def test_a_records_digest_covers_everything_else() -> None:
     assert is_record_usable(sealed, 3)
     assert not is_record_usable(RECORD, 3), "no digest"
     assert not is_record_usable(sealed, 4), "another index"
-    assert not is_record_usable(seal_record(HandoffRecord(2, 3, 42, None, 7, 64)), 3), "another schema"
+    assert not is_record_usable(seal_record(HandoffRecord(RECORD_SCHEMA - 1, 3, 42, None, 7, 64)), 3), "another schema"
     changed = {"token": 1, "finish": None, "seed": 1, "num_cached_tokens": 1, "hidden_state": b"x", "num_mtp_tokens": 1, "choice": 1}
+    changed |= {"logprobs": TokenLogprobs(-0.5, 1), "prompt_logprobs": (TokenLogprobs(-0.5, 1),)}
     digests = {digest_record(HandoffRecord(**{**fields(RECORD), name: value})) for name, value in changed.items()}
     assert len(digests | {digest_record(RECORD)}) == len(changed) + 1
 
