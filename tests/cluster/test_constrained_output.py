@@ -104,7 +104,7 @@ def test_other_constraints(cluster: RunningCluster, fields: dict[str, Any], expe
 
 
 def test_a_bad_schema_is_a_400(cluster: RunningCluster) -> None:
-    body = {"model": "glm", "prompt": "a", "guided_json": {"type": "strin"}}
+    body = {"model": "glm", "prompt": "a", "guided_json": {"type": "txt"}}
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "guided_json"

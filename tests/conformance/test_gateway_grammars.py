@@ -92,7 +92,7 @@ def test_what_is_not_enforced_is_named(gateway: RunningGateway, workers: FakeClu
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        ({"guided_json": {"type": "strin"}}, "guided_json", "Invalid type"),
+        ({"guided_json": {"type": "txt"}}, "guided_json", "Invalid type"),
         ({"guided_json": {"type": "integer", "multipleOf": 99999989}}, "guided_json", "takes longer than 1 s"),
         ({"regex": "(" * 65000}, "regex", "invalid regex"),
         ({"regex": "x" * 70000}, "regex", "65536"),

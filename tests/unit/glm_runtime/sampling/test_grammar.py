@@ -170,7 +170,7 @@ def test_a_place_that_is_too_complex_is_an_error_of_the_request(compiler: Gramma
         (GrammarKind.REGEX, "(a", "unclosed group"),
         (GrammarKind.REGEX, "(?=a)a", "look-around"),
         (GrammarKind.LARK, "start: nowhere", "unknown name"),
-        (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', "Invalid type"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "txt"}', "Invalid type"),
         (GrammarKind.JSON_SCHEMA, '{"not": {}}', "Unimplemented keys"),
         (GrammarKind.JSON_SCHEMA, "[]", "object or true"),
     ],

@@ -73,7 +73,7 @@ def test_what_is_wrong_says_why() -> None:
         (Notation.GRAMMAR, "start: " + "(" * 5000 + '"a"' + ")" * 5000, "nested"),
         (Notation.GRAMMAR, "root ::= (", "Expected ')'"),
         (Notation.GRAMMAR, "start: <think>", "<think>"),
-        (Notation.JSON_SCHEMA, {"type": "strin"}, "Invalid type: strin"),
+        (Notation.JSON_SCHEMA, {"type": "txt"}, "Invalid type: txt"),
         (Notation.JSON_SCHEMA, {"not": {}}, "Unimplemented keys"),
         (Notation.JSON_SCHEMA, {"$ref": "#"}, "no text matches it"),
         (Notation.JSON_SCHEMA, {"$ref": "https://example.org/a.json"}, "does not fetch"),
