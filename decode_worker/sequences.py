@@ -142,7 +142,7 @@ class DecodeSequence:
 
     def has_grammar_of_record(self) -> bool:
         """Whether the grammar's state after the record's token is the one that prefill has, where both are known."""
-        return True
+        return self.grammar is None or self.record_grammar_digest in (None, self.grammar.digest())
 
     @property
     def num_left_tokens(self) -> int:
