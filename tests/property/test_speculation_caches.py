@@ -83,8 +83,23 @@ def runtime(request: pytest.FixtureRequest) -> GlmRuntime:
     return GlmRuntime.load(RuntimeConfig(checkpoint=TINY, num_threads=1, **CACHE_CHOICES[request.param]))
 
 
+class Bench:
+    """A runtime and the calm run. Its repr is short: hypothesis shows it with a failure."""
+
+    def __init__(self, runtime: GlmRuntime) -> None:
+        self.runtime = runtime
+        self.calm = calm_run(runtime)
+
+    def __repr__(self) -> str:
+        return f"Bench({self.runtime.formats.main})"
+
+
 @pytest.fixture(scope="module")
-def calm(runtime: GlmRuntime) -> Run:
+def bench(runtime: GlmRuntime) -> Bench:
+    return Bench(runtime)
+
+
+def calm_run(runtime: GlmRuntime) -> Run:
     """One token at a time, each sequence by itself."""
     run = Run(runtime)
     for sequence in run.sequences:
@@ -95,8 +110,8 @@ def calm(runtime: GlmRuntime) -> Run:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
-def test_caches_equal_a_run_that_never_speculated(runtime: GlmRuntime, calm: Run, seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_caches_equal_a_run_that_never_speculated(bench: Bench, seed: int) -> None:
+    runtime, calm, rng = bench.runtime, bench.calm, np.random.default_rng(seed)
     run = Run(runtime)
     while any(len(sequence.tokens) < sequence.num_prompt_tokens + NUM_TOKENS - 9 for sequence in run.sequences):
         pieces = []
