@@ -86,7 +86,8 @@ class Attention:
 
     def _attend(self, heads: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, mla: CacheRegion, selection: Selection) -> Tensor:
         """[T, H, V]: runs of rows in one form or the other."""
-        expanded = [span for span in batch.spans if self.is_expanded(span)]
+        is_decode = batch.num_rows == len(batch.spans)
+        expanded = [] if is_decode else [span for span in batch.spans if self.is_expanded(span)]
         if not expanded:
             return self.absorbed(heads, rope, mla, selection.addresses)
         attended = heads.new_empty(*heads.shape[:2], self.config.v_head_dim)
