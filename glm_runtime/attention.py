@@ -30,6 +30,9 @@ from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch
 from glm_runtime.weights import AttentionWeights
 
+ABSORBED_MAX_BYTES = 16 << 20
+"""Most memory for the latents [T, H, C] of rows that attend together in absorbed form: fresh pages cost more than a second call."""
+
 EXPANDED_MAX_BYTES = 256 << 20
 """Most memory for the rebuilt keys and values of one context; beyond it the absorbed form serves."""
 
@@ -118,6 +121,13 @@ class Attention:
         heads: [T, H, N + R], not yet rotated; addresses: [T, W]. Returns [T, H, V].
         Rounds: queries after W_k to heads' dtype, the latents before W_v to it; in fast mode the compiled kernel multiplies bf16 numbers.
         """
+        step = max(1, ABSORBED_MAX_BYTES // (heads.shape[1] * self.config.kv_lora_rank * 4))
+        if heads.shape[0] <= step:
+            return self._absorbed(heads, rope, mla, addresses)
+        pieces = [slice(first, first + step) for first in range(0, heads.shape[0], step)]
+        return torch.cat([self._absorbed(heads[rows], _at(rope, rows), mla, addresses[rows]) for rows in pieces])
+
+    def _absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:
         gemm = self.numerics.gemm
         absorbed = gemm.heads(heads[..., : self.config.qk_nope_head_dim], self.weights.key_up)  # [T, H, C]
         latents, _ = sparse_mla(

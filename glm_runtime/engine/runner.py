@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from glm_runtime.cache_layout import MLA_KV
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.step_plan import StepPlan, StepResult
@@ -21,6 +22,8 @@ class ModelRunner:
     """
 
     def __init__(self, model: GlmModel, cache: PagedCache) -> None:
+        for group in model.groups:
+            group.check_regions([cache.region(MLA_KV, layer) for layer in group.layers])
         self.model = model
         self.cache = cache
         self._tables = BlockTables(cache.num_blocks)
