@@ -82,11 +82,16 @@ inline void store_sums(const Target& target, int64_t row, int64_t column, int64_
     if (column >= num_columns) return;
     const int64_t size = target.is_bf16 ? 2 : 4;
     const __mmask16 lanes = first_lanes(std::min<int64_t>(kLanes, num_columns - column));
-    if (target.add != nullptr) value = _mm512_add_ps(load_lanes(target.add + (row * target.add_stride + column) * size, target.is_bf16, lanes), value);
+    if (target.add != nullptr) {
+        const char* add = target.add + (row * target.add_stride + column) * size;
+        value = _mm512_add_ps(load_lanes(add, target.is_bf16, lanes), value);
+    }
     store_lanes(target.out + (row * target.stride + column) * size, target.is_bf16, lanes, value);
 }
 
-inline void store_tile(const float* sums, int64_t rows, int64_t row, int64_t panels, int64_t panel, const Matrix& matrix, const Target& target) {
+// Sums [rows][panels * 32] of the tile that begins at `row` and `panel`.
+inline void store_tile(
+    const float* sums, int64_t rows, int64_t row, int64_t panels, int64_t panel, const Matrix& matrix, const Target& target) {
     for (int64_t r = 0; r < rows; ++r, sums += panels * kPanel) {
         for (int64_t p = 0; p < panels; ++p) {
             const vec first = _mm512_load_ps(sums + p * kPanel), second = _mm512_load_ps(sums + p * kPanel + kLanes);

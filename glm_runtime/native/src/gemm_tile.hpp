@@ -12,7 +12,6 @@ namespace glm {
 
 constexpr int64_t kPanel = 32;     // columns of a panel: two vectors
 constexpr int kMaxTileRows = 12;   // 24 accumulators, two weights, one broadcast: what 32 registers hold
-constexpr int kMaxPanels = 4;      // at once, for tiles of few rows, which would else wait for their own sums
 
 // What is multiplied: kinds of x and of the weight.
 enum Kind : int64_t { kFp32Bf16 = 0, kFp32Fp32 = 1, kBf16Bf16 = 2 };
