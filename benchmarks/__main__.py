@@ -2,10 +2,10 @@
 
 import sys
 
-from benchmarks import gemm, perplexity, startup
+from benchmarks import attention, gemm, perplexity, startup
 from benchmarks.engine import command as engine
 
-BENCHMARKS = (engine, gemm, startup, perplexity)
+BENCHMARKS = (engine, gemm, attention, startup, perplexity)
 
 if __name__ == "__main__":
     sys.exit(max(benchmark.main() for benchmark in BENCHMARKS))
