@@ -162,8 +162,9 @@ void sum_tile(const Call& call, const Operand* weights, int64_t weight_stride, c
             vec sums[4][4];
             for (int i = 0; i < 4; ++i) {
                 const vec factor = _mm512_loadu_ps(factors + (head + i) * kLanes);
+                const float* before = sum + (head + i) * latent + c;
                 for (int v = 0; v < 4; ++v)
-                    sums[i][v] = is_first ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(sum + (head + i) * latent + c + kLanes * v), factor);
+                    sums[i][v] = is_first ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(before + kLanes * v), factor);
             }
             accumulate(sums, weights + head * weight_stride, weight_stride, keys + c, key_stride, count);
             for (int i = 0; i < 4; ++i)
@@ -177,7 +178,8 @@ void sum_tile(const Call& call, int64_t count, bool is_first, const Work<float>&
 
 void sum_tile(const Call& call, int64_t count, bool is_first, const Work<bf16>& work, const Partial& partial) {
     pair_keys(call, count, work);
-    sum_tile(call, work.weight_pairs, kTileKeys / 2, work.key_pairs, call.padded_latent(), round_up(count, 2) / 2, is_first, work.factors, partial.sum);
+    sum_tile(call, work.weight_pairs, kTileKeys / 2, work.key_pairs, call.padded_latent(), round_up(count, 2) / 2, is_first,
+             work.factors, partial.sum);
 }
 
 template <class Number>
@@ -308,7 +310,8 @@ void attend(const Call& call) {
 // queries [rows, heads, width] fp32 or bf16; cached + address * unit_bytes is a row; addresses [rows, list_width], -1 is nothing.
 // uses_bf16: products of bf16 numbers (queries and weights are rounded), else of fp32. attended [rows, heads, latent], lse [rows, heads].
 extern "C" void glm_sparse_mla(const void* queries, int64_t are_queries_bf16, int64_t rows, int64_t heads, int64_t width, int64_t latent,
-                               const void* cached, int64_t unit_bytes, int64_t row_bytes, int64_t kind, const int64_t* addresses, int64_t list_width,
+                               const void* cached, int64_t unit_bytes, int64_t row_bytes, int64_t kind, const int64_t* addresses,
+                               int64_t list_width,
                                float scale, int64_t uses_bf16, float* attended, float* lse) {
     const Call call{queries, are_queries_bf16 != 0, rows, heads, width, latent, static_cast<const uint8_t*>(cached), unit_bytes,
                     row_bytes, RowKind(kind), addresses, list_width, scale, attended, lse};
