@@ -2,10 +2,10 @@
 
 import sys
 
-from benchmarks import gemm, grammars, perplexity, startup
+from benchmarks import attention, gemm, grammars, perplexity, startup
 from benchmarks.engine import command as engine
 
-BENCHMARKS = (engine, gemm, grammars, startup, perplexity)
+BENCHMARKS = (engine, gemm, attention, grammars, startup, perplexity)
 
 if __name__ == "__main__":
     sys.exit(max(benchmark.main() for benchmark in BENCHMARKS))

@@ -30,6 +30,9 @@ from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch
 from glm_runtime.weights import AttentionWeights
 
+ABSORBED_MAX_BYTES = 16 << 20
+"""Most memory for the latents [T, H, C] of rows that attend together in absorbed form: fresh pages cost more than a second call."""
+
 EXPANDED_MAX_BYTES = 256 << 20
 """Most memory for the rebuilt keys and values of one context; beyond it the absorbed form serves."""
 
@@ -91,7 +94,8 @@ class Attention:
 
     def _attend(self, heads: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, mla: CacheRegion, selection: Selection) -> Tensor:
         """[T, H, V]: runs of rows in one form or the other."""
-        expanded = [span for span in batch.spans if self.is_expanded(span)]
+        is_decode = batch.num_rows == len(batch.spans)
+        expanded = [] if is_decode else [span for span in batch.spans if self.is_expanded(span)]
         if not expanded:
             return self.absorbed(heads, rope, mla, selection.addresses)
         attended = heads.new_empty(*heads.shape[:2], self.config.v_head_dim)
@@ -122,6 +126,13 @@ class Attention:
         heads: [T, H, N + R], not yet rotated; addresses: [T, W]. Returns [T, H, V].
         Rounds: queries after W_k to heads' dtype, the latents before W_v to it; in fast mode the compiled kernel multiplies bf16 numbers.
         """
+        step = max(1, ABSORBED_MAX_BYTES // (heads.shape[1] * self.config.kv_lora_rank * 4))
+        if heads.shape[0] <= step:
+            return self._absorbed(heads, rope, mla, addresses)
+        pieces = [slice(first, first + step) for first in range(0, heads.shape[0], step)]
+        return torch.cat([self._absorbed(heads[rows], _at(rope, rows), mla, addresses[rows]) for rows in pieces])
+
+    def _absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:
         gemm = self.numerics.gemm
         absorbed = gemm.heads(heads[..., : self.config.qk_nope_head_dim], self.weights.key_up)  # [T, H, C]
         latents, _ = sparse_mla(

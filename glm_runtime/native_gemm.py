@@ -19,9 +19,8 @@ _FP32_BF16, _FP32_FP32, _BF16_BF16 = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class NativeGemm:
-    """`Products` by the compiled kernels, on as many threads as torch has. torch_form: for right sides that are no weights."""
+    """`Products` by the compiled kernels, on as many threads as torch has."""
 
-    torch_form: Gemm = field(default_factory=Gemm)
     kernels: NativeLibrary = field(default_factory=library)
 
     @property
@@ -53,8 +52,8 @@ class NativeGemm:
         return out
 
     def matmul(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `Products.matmul`, by torch."""
-        return self.torch_form.matmul(x, weight)
+        """As `Products.matmul`, by torch and without its padding: no compiled op asks for it."""
+        return Gemm().matmul(x, weight)
 
     def _multiply(self, product: str, x: Tensor, weight: PackedMatrix, out: Tensor, add: Tensor | None) -> None:
         """x: [M, K], out: [M, columns]; for a stack [M, items, K] and [M, items, columns]."""

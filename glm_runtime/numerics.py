@@ -44,16 +44,19 @@ def weight_dtype(mode: NumericsMode, config: GlmConfig) -> torch.dtype:
 
 
 def make_numerics(mode: NumericsMode, config: GlmConfig, gemm_shapes: Iterable[tuple[int, int]], impl: Impl = "cpu") -> Numerics:
-    """Resolve a mode for this model and machine. gemm_shapes: (K, N) of all products with row-wise meaning that torch forms.
+    """Resolve a mode for this model and machine.
 
-    Raises ConfigError when this machine's BLAS cannot be made deterministic (`choose_gemm`, `check_items_independent`).
+    gemm_shapes: (K, N) of all products with row-wise meaning, where torch forms them. Compiled kernels are row-invariant by
+    construction and are not probed.
+
+    Raises ConfigError when this machine's BLAS is to serve and cannot be made deterministic (`choose_gemm`, `check_items_independent`).
     """
+    dtype = weight_dtype(mode, config)
+    if impl == "native":
+        return Numerics(mode=mode, dtype=dtype, gemm=NativeGemm(), impl=impl)
     if mode == "fast":
-        gemm: Products = NativeGemm() if impl == "native" else Gemm()
-        return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)
+        return Numerics(mode=mode, dtype=dtype, gemm=Gemm(), impl=impl)
     heads, topk = config.num_attention_heads, config.index_topk
     check_items_independent(heads, config.latent_dim, topk)
     check_items_independent(heads, topk, config.kv_lora_rank)
-    probed = choose_gemm(gemm_shapes)
-    gemm = NativeGemm(torch_form=probed) if impl == "native" else probed
-    return Numerics(mode=mode, dtype=weight_dtype(mode, config), gemm=gemm, impl=impl)
+    return Numerics(mode=mode, dtype=dtype, gemm=choose_gemm(gemm_shapes), impl=impl)

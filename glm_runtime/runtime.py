@@ -68,7 +68,7 @@ class GlmRuntime:
         impl: Impl = "native" if choose_kernels(runtime_config.kernels) else "cpu"
         is_packed, dtype = impl == "native", weight_dtype(runtime_config.numerics, config)
         weights = load_weights(directory, config, dtype, on_progress, is_packed=is_packed, with_mtp=max_drafts > 0)
-        shapes = {(config.index_head_dim, KEY_TILE_TOKENS)} | (gemm_shapes(weights) if not is_packed else set())
+        shapes = set() if is_packed else gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)}
         numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
         longest = runtime_config.max_model_len_tokens or config.max_position_embeddings
         model = build_model(config, weights, numerics, longest, runtime_config.max_step_tokens)

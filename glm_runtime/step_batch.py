@@ -6,6 +6,8 @@ tokens, `P` blocks of the pool, `B` blocks of a table, `K` top-k, `E` experts. B
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RowSpan:
+class RowSpan(NamedTuple):
     """Rows [row_start, row_end) are positions start, start + 1, ... of sequence `sequence`."""
 
     sequence: int
@@ -29,19 +30,39 @@ class RowSpan:
     @property
     def end(self) -> int:
         """Tokens of the sequence once this step is stored."""
-        return self.start + self.num_rows
+        return self.start + self.row_end - self.row_start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ScoredRows:
     """Rows that see more than index_topk tokens, in a rectangle: sequences of similar length, the same number of rows each.
 
-    rows: [R', t] row numbers. positions: [R', t]. block_tables: [R', B'], filled with block 0 beyond a sequence's own blocks.
+    members: those rows of each sequence. tables: [R, B], the step's. width_blocks: of the rectangle's own tables. Tensors are made when
+    they are asked for: compiled kernels only ask whether there are such rows.
     """
 
-    rows: Tensor
-    positions: Tensor
-    block_tables: Tensor
+    members: tuple[RowSpan, ...]
+    tables: NDArray[np.int64]
+    width_blocks: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[R', t] row numbers."""
+        return self._counted([span.row_start for span in self.members])
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[R', t]."""
+        return self._counted([span.start for span in self.members])
+
+    @cached_property
+    def block_tables(self) -> Tensor:
+        """[R', B'], filled with block 0 beyond a sequence's own blocks."""
+        kept = self.tables[[span.sequence for span in self.members], : self.width_blocks]
+        return torch.from_numpy(np.pad(kept, ((0, 0), (0, self.width_blocks - kept.shape[1]))))
+
+    def _counted(self, starts: Sequence[int]) -> Tensor:
+        return torch.from_numpy(np.array(starts)[:, None] + np.arange(self.members[0].num_rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +95,14 @@ def group_scored_rows(
     """
     buckets: dict[tuple[int, int], list[RowSpan]] = {}
     for span in spans:
-        first = max(span.start, index_topk)
-        if span.end > first:
-            scored = RowSpan(span.sequence, span.row_end - (span.end - first), span.row_end, first)
-            num_tiles = -(-span.end // (tile_blocks * block_size_tokens))
-            buckets.setdefault((scored.num_rows, 1 << (num_tiles - 1).bit_length()), []).append(scored)
+        first, end = max(span.start, index_topk), span.end
+        if end > first:
+            scored = RowSpan(span.sequence, span.row_end - (end - first), span.row_end, first)
+            num_tiles = -(-end // (tile_blocks * block_size_tokens))
+            buckets.setdefault((end - first, 1 << (num_tiles - 1).bit_length()), []).append(scored)
     return tuple([_rectangle(members, block_tables, block_size_tokens, tile_blocks) for members in buckets.values()])
 
 
 def _rectangle(members: Sequence[RowSpan], block_tables: NDArray[np.int64], block_size_tokens: int, tile_blocks: int) -> ScoredRows:
-    offsets = np.arange(members[0].num_rows)
-    rows = np.array([span.row_start for span in members])[:, None] + offsets
-    positions = np.array([span.start for span in members])[:, None] + offsets
     num_blocks = max([-(-span.end // block_size_tokens) for span in members])
-    tables = np.zeros((len(members), num_blocks + -num_blocks % tile_blocks), dtype=np.int64)
-    tables[:, :num_blocks] = block_tables[[span.sequence for span in members], :num_blocks]
-    return ScoredRows(torch.from_numpy(rows), torch.from_numpy(positions), torch.from_numpy(tables))
+    return ScoredRows(tuple(members), block_tables, num_blocks + -num_blocks % tile_blocks)

@@ -3,6 +3,8 @@
 Arithmetic is numpy's: on a few rows a torch operation costs several times as much as it computes.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -11,6 +13,9 @@ from glm_runtime.engine.block_tables import BlockTables, Ids
 from glm_runtime.engine.step_plan import StepPlan
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.step_batch import RowSpan, StepBatch, group_scored_rows
+
+_TOKENS, _SLOTS = 0, 2
+"""Columns as `_columns` gives them."""
 
 
 def build_batch(
@@ -23,20 +28,23 @@ def build_batch(
     a token outside the vocabulary.
     """
     spans = _spans(plan)
-    needed = [-(-span.end // block_size_tokens) for span in spans]
+    ends = [span.end for span in spans]
+    needed = [-(-end // block_size_tokens) for end in ends]
     block_tables = (tables or BlockTables(num_blocks)).rows(plan.slices, needed)
     num_rows = spans[-1].row_end
-    num_padding = -num_rows % row_tile
-    sequences = np.repeat(np.arange(len(spans)), [span.num_rows for span in spans])
-    offsets = np.array([span.start - span.row_start for span in spans])
-    positions = np.arange(num_rows) + offsets[sequences]
-    slots = block_tables[sequences, positions // block_size_tokens] * block_size_tokens + positions % block_size_tokens
+    columns = np.zeros((5, num_rows + -num_rows % row_tile), dtype=np.int64)
+    columns[_SLOTS, num_rows:] = -1
+    make_columns = _decode_columns if num_rows == len(spans) else _columns
+    columns[:, :num_rows] = make_columns(plan, spans, block_tables, block_size_tokens)
+    assert columns[_TOKENS].min() >= 0, "a plan holds a negative token id"
+    assert columns[_TOKENS].max() < config.vocab_size, "a plan holds a token id outside the vocabulary"
+    tokens, positions, slots, row_sequences, visible = torch.from_numpy(columns).unbind()
     return StepBatch(
-        tokens=_padded(_tokens(plan, config), num_padding, 0),
-        positions=_padded(positions, num_padding, 0),
-        slots=_padded(slots, num_padding, -1),
-        row_sequences=_padded(sequences, num_padding, 0),
-        visible=_padded(positions + 1, num_padding, 0),
+        tokens=tokens,
+        positions=positions,
+        slots=slots,
+        row_sequences=row_sequences,
+        visible=visible,
         block_tables=torch.from_numpy(block_tables),
         spans=spans,
         scored=group_scored_rows(
@@ -47,7 +55,7 @@ def build_batch(
             tile_blocks=KEY_TILE_TOKENS // block_size_tokens,
         ),
         num_rows=num_rows,
-        max_visible=max([span.end for span in spans]),
+        max_visible=max(ends),
     )
 
 
@@ -62,12 +70,19 @@ def _spans(plan: StepPlan) -> tuple[RowSpan, ...]:
     return tuple(spans)
 
 
-def _tokens(plan: StepPlan, config: GlmConfig) -> Ids:
-    tokens = np.array([token for piece in plan.slices for token in piece.tokens], dtype=np.int64)
-    assert tokens.min() >= 0, "a plan holds a negative token id"
-    assert tokens.max() < config.vocab_size, "a plan holds a token id outside the vocabulary"
-    return tokens
+def _columns(plan: StepPlan, spans: Sequence[RowSpan], block_tables: Ids, block_size_tokens: int) -> Sequence[Ids]:
+    """Token, position, slot, sequence and number of visible tokens of every row."""
+    tokens = np.array([token for piece in plan.slices for token in piece.tokens])
+    sequences = np.repeat(np.arange(len(spans)), [span.num_rows for span in spans])
+    positions = np.arange(len(tokens)) + np.array([span.start - span.row_start for span in spans])[sequences]
+    slots = block_tables[sequences, positions // block_size_tokens] * block_size_tokens + positions % block_size_tokens
+    return tokens, positions, slots, sequences, positions + 1
 
 
-def _padded(rows: Ids, num_padding: int, value: int) -> torch.Tensor:
-    return torch.from_numpy(np.pad(rows, (0, num_padding), constant_values=value) if num_padding else rows)
+def _decode_columns(plan: StepPlan, spans: Sequence[RowSpan], block_tables: Ids, block_size_tokens: int) -> Sequence[Sequence[int]]:
+    """`_columns` of a step with one row a sequence, where ten numpy calls take longer than the loop."""
+    tokens = [piece.tokens[0] for piece in plan.slices]
+    positions = [span.start for span in spans]
+    blocks = [int(table[position // block_size_tokens]) for table, position in zip(block_tables, positions, strict=True)]
+    slots = [block * block_size_tokens + position % block_size_tokens for block, position in zip(blocks, positions, strict=True)]
+    return tokens, positions, slots, range(len(spans)), [position + 1 for position in positions]

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from glm_runtime.cache_layout import MLA_KV
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.drafter import Drafter
@@ -29,6 +30,8 @@ class ModelRunner:
     """
 
     def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None) -> None:
+        for group in model.groups:
+            group.check_regions([cache.region(MLA_KV, layer) for layer in group.layers])
         self.model = model
         self.cache = cache
         self._tables = BlockTables(cache.num_blocks)

@@ -7,9 +7,10 @@ ROW_KINDS = {kind: number for number, kind in enumerate(RowKind)}
 """The order of `RowKind` in `src/row_decode.hpp`."""
 
 
-def listed_rows(region: CacheRegion) -> tuple[int, int, int]:
-    """(address of `region.rows`, bytes from one of its rows to the next, format) for formats of one plane."""
-    return region.rows.data_ptr(), region.unit * region.rows.element_size(), ROW_KINDS[region.row_format.kind]
+def listed_rows(region: CacheRegion) -> tuple[int, int, int, int]:
+    """(address of `region.rows`, bytes from one of its rows to the next, bytes of a row, format) for formats of one plane."""
+    size = region.rows.element_size()
+    return region.rows.data_ptr(), region.unit * size, region.row_format.bytes_per_token, ROW_KINDS[region.row_format.kind]
 
 
 def index_keys(region: CacheRegion) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_moe_route": (_P, _I, _P, _P, _P, _P, *(_I,) * 6, _F),
     "glm_vocab_argmax": (_P, _I, _I, _P, _P, _P, _I, _I),
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
-    "glm_sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _P, _I, _F, _I, _P, _P),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
     "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
     "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P),
@@ -38,6 +37,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
     "glm_dense_mla": (_P, _I, _I, _I, _I, _I, _I, _P, _P, _I, _P, _I, _I, _F, _P),
     "glm_load_blocks": (_P, _I, _I, _I, _I, _P, _I, _I, _I, _P),
+    "glm_sparse_mla": (_P, _I, _I, _I, _I, _I, _P, _I, _I, _I, _P, _I, _F, _I, _P, _P),
 }
 """Name of each exported function -> its arguments. All return nothing."""
 

@@ -40,8 +40,10 @@ struct Head {
     float *logits, *sums, *highest, *totals;
 
     static int64_t bytes(const Call& call) {
-        const int64_t key_bytes = call.padded_width() * int64_t(sizeof(Number)), value_bytes = call.padded_value() * int64_t(sizeof(Number));
-        return (call.tiles() + 1) * kTileKeys * (key_bytes + value_bytes) + kBlockRows * (key_bytes + kTileKeys * 8 + call.padded_value() * 4 + 8) + 4096;
+        const int64_t key_bytes = call.padded_width() * int64_t(sizeof(Number));
+        const int64_t value_bytes = call.padded_value() * int64_t(sizeof(Number));
+        const int64_t tiles = (call.tiles() + 1) * kTileKeys * (key_bytes + value_bytes);
+        return tiles + kBlockRows * (key_bytes + kTileKeys * 8 + call.padded_value() * 4 + 8) + 4096;
     }
     Head(const Call& call, uint8_t* memory)
         : key_length(call.padded_width() / kPair), tile_keys(key_length * kTileKeys), tile_values(kTileKeys / kPair * call.padded_value()) {
@@ -80,12 +82,14 @@ void lay_out_keys(const Call& call, int64_t head, int64_t tile, const Head<Numbe
 template <class Number>
 void lay_out_values(const Call& call, int64_t head, int64_t tile, const Head<Number>& to) {
     const Number* rebuilt = static_cast<const Number*>(call.rebuilt);
-    const int64_t width = call.padded_value(), row_numbers = call.heads * (call.nope + call.value), first = head * (call.nope + call.value) + call.nope;
+    const int64_t width = call.padded_value(), head_numbers = call.nope + call.value;
+    const int64_t row_numbers = call.heads * head_numbers, first = head * head_numbers + call.nope;
     Number* rows = sizeof(Number) == 4 ? reinterpret_cast<Number*>(to.values + tile * to.tile_values) : to.rows;
     for (int64_t key = 0; key < kTileKeys; ++key) {
         const int64_t token = tile * kTileKeys + key;
         std::memset(static_cast<void*>(rows + key * width), 0, size_t(width) * sizeof(Number));
-        if (token < call.context()) std::memcpy(rows + key * width, rebuilt + token * row_numbers + first, size_t(call.value) * sizeof(Number));
+        if (token < call.context())
+            std::memcpy(rows + key * width, rebuilt + token * row_numbers + first, size_t(call.value) * sizeof(Number));
     }
     if constexpr (sizeof(Number) == 2)
         for (int64_t key = 0; key < kTileKeys; key += 2)
@@ -96,9 +100,10 @@ template <class Number>
 void load_queries(const Call& call, int64_t head, int64_t first, int64_t count, const Head<Number>& to) {
     Number* rows = reinterpret_cast<Number*>(to.queries);
     std::memset(static_cast<void*>(rows), 0, size_t(kBlockRows * call.padded_width()) * sizeof(Number));
-    for (int64_t row = 0; row < count; ++row)
-        std::memcpy(rows + row * call.padded_width(), static_cast<const Number*>(call.queries) + ((first + row) * call.heads + head) * call.width(),
-                    size_t(call.width()) * sizeof(Number));
+    for (int64_t row = 0; row < count; ++row) {
+        const Number* from = static_cast<const Number*>(call.queries) + ((first + row) * call.heads + head) * call.width();
+        std::memcpy(rows + row * call.padded_width(), from, size_t(call.width()) * sizeof(Number));
+    }
 }
 
 // Which keys of a tile row `row` of the call attends to; masks: bits by [row][tile], or null for all up to the row's own.
@@ -139,7 +144,8 @@ void weigh_row(const Call& call, uint64_t seen, int64_t row, const Head<Number>&
 
 // out[6][64] (+)= a[6][count] b[count][64]
 template <class Element>
-void multiply(const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t count, bool adds, float* out, int64_t out_stride) {
+void multiply(const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t count, bool adds, float* out,
+              int64_t out_stride) {
     vec sums[kRowsAtOnce][4];
     for (int i = 0; i < kRowsAtOnce; ++i)
         for (int v = 0; v < 4; ++v) sums[i][v] = adds ? _mm512_loadu_ps(out + i * out_stride + kLanes * v) : _mm512_setzero_ps();
@@ -160,13 +166,13 @@ void attend_block(const Call& call, const uint64_t* masks, int64_t number, int64
         for (int64_t row = 0; row < count; ++row) any |= seen[row] = seen_keys(call, masks, first + row, tile);
         if (!any) continue;
         for (int64_t row = 0; row < round_up(count, kRowsAtOnce); row += kRowsAtOnce)
-            multiply(head.queries + row * head.key_length, head.key_length, head.keys + tile * head.tile_keys, kTileKeys, head.key_length, false,
-                     head.logits + row * kTileKeys, kTileKeys);
+            multiply(head.queries + row * head.key_length, head.key_length, head.keys + tile * head.tile_keys, kTileKeys,
+                     head.key_length, false, head.logits + row * kTileKeys, kTileKeys);
         for (int64_t row = 0; row < round_up(count, kRowsAtOnce); ++row) weigh_row(call, seen[row], row, head);
         for (int64_t c = 0; c < value; c += 64)
             for (int64_t row = 0; row < round_up(count, kRowsAtOnce); row += kRowsAtOnce)
-                multiply(head.weights + row * weight_stride, weight_stride, head.values + tile * head.tile_values + c, value, weight_stride, true,
-                         head.sums + row * value + c, value);
+                multiply(head.weights + row * weight_stride, weight_stride, head.values + tile * head.tile_values + c, value,
+                         weight_stride, true, head.sums + row * value + c, value);
     }
     for (int64_t row = 0; row < count; ++row) {
         Number* to = static_cast<Number*>(call.attended) + ((first + row) * call.heads + number) * call.value;

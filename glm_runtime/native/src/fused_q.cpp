@@ -97,7 +97,8 @@ extern "C" void glm_fused_q(const void* heads, int64_t row_stride, const void* a
 #pragma omp parallel for schedule(static) if (num_rows * num_heads > 64)
     for (int64_t item = 0; item < num_rows * num_heads; ++item) {
         const int64_t row = item / num_heads, head = item % num_heads, to = item * (latent + rope);
-        const uint8_t* from = static_cast<const uint8_t*>(absorbed) + (row * absorbed_row_stride + head * absorbed_head_stride) * number_bytes;
+        const int64_t first_absorbed = row * absorbed_row_stride + head * absorbed_head_stride;
+        const uint8_t* from = static_cast<const uint8_t*>(absorbed) + first_absorbed * number_bytes;
         std::memcpy(static_cast<uint8_t*>(out) + to * number_bytes, from, size_t(latent * number_bytes));
         const int64_t first = row * row_stride + head * (nope + rope) + nope;
         for (int64_t i = 0; i < rope / 2; ++i) {

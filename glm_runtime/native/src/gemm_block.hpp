@@ -82,20 +82,22 @@ inline void store_sums(const Target& target, int64_t row, int64_t column, int64_
     if (column >= num_columns) return;
     const int64_t size = target.is_bf16 ? 2 : 4;
     const __mmask16 lanes = first_lanes(std::min<int64_t>(kLanes, num_columns - column));
-    if (target.add != nullptr) value = _mm512_add_ps(load_lanes(target.add + (row * target.add_stride + column) * size, target.is_bf16, lanes), value);
+    if (target.add != nullptr) {
+        const char* add = target.add + (row * target.add_stride + column) * size;
+        value = _mm512_add_ps(load_lanes(add, target.is_bf16, lanes), value);
+    }
     store_lanes(target.out + (row * target.stride + column) * size, target.is_bf16, lanes, value);
 }
 
-inline void store_tile(const float* sums, int64_t rows, int64_t row, int64_t panels, int64_t panel, const Matrix& matrix, const Target& target) {
-    for (int64_t r = 0; r < rows; ++r, sums += panels * kPanel) {
-        for (int64_t p = 0; p < panels; ++p) {
-            const vec first = _mm512_load_ps(sums + p * kPanel), second = _mm512_load_ps(sums + p * kPanel + kLanes);
-            if (target.is_gated) {
-                store_sums(target, row + r, (panel + p) * kLanes, matrix.num_outputs / 2, _mm512_mul_ps(silu(first), second));
-            } else {
-                store_sums(target, row + r, (panel + p) * kPanel, matrix.num_outputs, first);
-                store_sums(target, row + r, (panel + p) * kPanel + kLanes, matrix.num_outputs, second);
-            }
+// Sums [rows][32] of the tile that begins at `row`.
+inline void store_tile(const float* sums, int64_t rows, int64_t row, int64_t panel, const Matrix& matrix, const Target& target) {
+    for (int64_t r = 0; r < rows; ++r, sums += kPanel) {
+        const vec first = _mm512_load_ps(sums), second = _mm512_load_ps(sums + kLanes);
+        if (target.is_gated) {
+            store_sums(target, row + r, panel * kLanes, matrix.num_outputs / 2, _mm512_mul_ps(silu(first), second));
+        } else {
+            store_sums(target, row + r, panel * kPanel, matrix.num_outputs, first);
+            store_sums(target, row + r, panel * kPanel + kLanes, matrix.num_outputs, second);
         }
     }
 }
@@ -103,19 +105,18 @@ inline void store_tile(const float* sums, int64_t rows, int64_t row, int64_t pan
 // All rows of the block times all its panels; each panel's weights are read from memory once.
 inline void multiply_block(const Rows& rows, const Matrix& matrix, const Block& block, const Target& target) {
     const int64_t count = block.row_end - block.row_begin, tiles = (count + kMaxTileRows - 1) / kMaxTileRows;
-    const int64_t stride = panel_bytes(matrix.kind, matrix.inner), at_once = max_panels(count);
+    const int64_t stride = panel_bytes(matrix.kind, matrix.inner);
     alignas(64) float sums[kMaxTileRows * kPanel];
-    for (int64_t panel = block.panel_begin; panel < block.panel_end; panel += at_once) {
-        const int64_t panels = std::min(at_once, block.panel_end - panel);
+    for (int64_t panel = block.panel_begin; panel < block.panel_end; ++panel) {
         const char* weights = matrix.weights + panel * stride;
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t begin = block.row_begin + tile * count / tiles, end = block.row_begin + (tile + 1) * count / tiles;
             Prefetch prefetch;
-            if (tiles > 1 && panel + 1 < block.panel_end) prefetch = {weights + stride + tile * stride / tiles, 1};
             if (tiles == 1) prefetch = {weights + kAhead, 2};
+            else if (panel + 1 < block.panel_end) prefetch = {weights + stride + tile * stride / tiles, 1};
             const char* x = rows.x + begin * rows.stride * x_bytes(matrix.kind);
-            tile_function(matrix.kind, int(end - begin), int(panels))(x, rows.stride, weights, matrix.inner, prefetch, sums);
-            store_tile(sums, end - begin, begin, panels, panel, matrix, target);
+            tile_function(matrix.kind, end - begin)(x, rows.stride, weights, matrix.inner, prefetch, sums);
+            store_tile(sums, end - begin, begin, panel, matrix, target);
         }
     }
 }

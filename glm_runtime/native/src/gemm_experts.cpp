@@ -63,7 +63,9 @@ void multiply_piece(const Piece& piece, const Matrix& stack, const char* x, Targ
 }
 
 // out[begin, end) = sum over j of gates[j] * products[places[j]], in the order of j.
-void sum_row(float* out, const float* products, const float* gates, const int64_t* places, int64_t num_chosen, int64_t hidden, int64_t begin, int64_t end) {
+void sum_row(
+    float* out, const float* products, const float* gates, const int64_t* places, int64_t num_chosen, int64_t hidden, int64_t begin,
+    int64_t end) {
     for (int64_t column = begin; column < end; column += kLanes) {
         const __mmask16 lanes = first_lanes(std::min<int64_t>(kLanes, end - column));
         vec total = _mm512_setzero_ps();
@@ -76,18 +78,20 @@ void sum_row(float* out, const float* products, const float* gates, const int64_
 }  // namespace
 }  // namespace glm
 
-// x: [T, H], rows x_stride apart. chosen [T, k] and gates [T, k], contiguous. gate_up: E packed gated matrices 2 I x H; down: E packed H x I.
-// sorted [T k, H] and inner [T k, I] of x's dtype and products [T k, H] fp32 are scratch. out: [T, H] fp32, contiguous.
+// x: [T, H], rows x_stride apart. chosen and gates: [T, k], contiguous. gate_up: E packed gated matrices 2 I x H; down: E packed H x I.
+// sorted [T k, H] and gated [T k, I] of x's dtype and products [T k, H] fp32 are scratch. out: [T, H] fp32, contiguous.
 extern "C" void glm_experts(
-    const void* x, int64_t x_stride, const int64_t* chosen, const float* gates, int64_t num_rows, int64_t num_chosen, const void* gate_up,
-    int64_t gate_up_kind, const void* down, int64_t down_kind, int64_t num_experts, int64_t hidden, int64_t inner, void* sorted, void* gated,
-    float* products, float* out, int64_t max_threads) {
+    const void* x, int64_t x_stride, const int64_t* chosen, const float* gates, int64_t num_rows, int64_t num_chosen,
+    const void* gate_up, int64_t gate_up_kind, const void* down, int64_t down_kind, int64_t num_experts, int64_t hidden, int64_t inner,
+    void* sorted, void* gated, float* products, float* out, int64_t max_threads) {
     using namespace glm;
     if (num_rows == 0) return;
     const Matrix first{static_cast<const char*>(gate_up), Kind(gate_up_kind), 2 * inner, hidden};
     const Matrix second{static_cast<const char*>(down), Kind(down_kind), hidden, inner};
     const int64_t assignments = num_rows * num_chosen, threads = useful_threads(max_threads, assignments * hidden * inner);
     const int64_t size = x_bytes(first.kind), sums_each = (hidden + kSumColumns - 1) / kSumColumns;
+    const Target inner_target{static_cast<char*>(gated), inner, size == 2, true};
+    const Target product_target{reinterpret_cast<char*>(products), hidden, false, false};
     Routes routes;
     routes.sort(chosen, num_rows, num_chosen, num_experts);
     std::vector<Piece> gate_up_pieces, down_pieces;
@@ -102,15 +106,16 @@ extern "C" void glm_experts(
                         static_cast<const char*>(x) + routes.rows[size_t(place)] * x_stride * size, size_t(hidden * size));
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_gate_up; ++i)
-            multiply_piece(gate_up_pieces[size_t(i)], first, static_cast<const char*>(sorted), {static_cast<char*>(gated), inner, size == 2, true});
+            multiply_piece(gate_up_pieces[size_t(i)], first, static_cast<const char*>(sorted), inner_target);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_down; ++i)
-            multiply_piece(down_pieces[size_t(i)], second, static_cast<const char*>(gated), {reinterpret_cast<char*>(products), hidden, false, false});
+            multiply_piece(down_pieces[size_t(i)], second, static_cast<const char*>(gated), product_target);
 #pragma omp for schedule(static)
         for (int64_t piece = 0; piece < num_rows * sums_each; ++piece) {
             const int64_t row = piece / sums_each, begin = piece % sums_each * kSumColumns;
-            sum_row(out + row * hidden, products, gates + row * num_chosen, routes.places.data() + row * num_chosen, num_chosen, hidden, begin,
-                    std::min(begin + kSumColumns, hidden));
+            const int64_t* places = routes.places.data() + row * num_chosen;
+            const int64_t end = std::min(begin + kSumColumns, hidden);
+            sum_row(out + row * hidden, products, gates + row * num_chosen, places, num_chosen, hidden, begin, end);
         }
     }
 }

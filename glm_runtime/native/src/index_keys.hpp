@@ -95,9 +95,10 @@ class KeyTile {
             factors_[key] = has_factor(keys_.kind) ? index_factor(keys_.kind, scales) : 1.0f;
         }
         const uint32_t* elements = reinterpret_cast<const uint32_t*>(rows_);
+        uint32_t* columns = reinterpret_cast<uint32_t*>(columns_);
         for (int64_t i = 0; i < length_; i += 16)
             for (int64_t key = 0; key < kTileKeys; key += 16)
-                transpose_16x16(elements + key * length_ + i, length_, reinterpret_cast<uint32_t*>(columns_) + i * kTileKeys + key, kTileKeys);
+                transpose_16x16(elements + key * length_ + i, length_, columns + i * kTileKeys + key, kTileKeys);
     }
 
     // scores[64] = factor * sum over heads, ascending, of weight * ReLU(query . key); queries: packed, see `pack`.
@@ -138,9 +139,10 @@ void pack(const IndexQueries& queries, int64_t row, Number* to) {
         for (int64_t d = 0; d < queries.width; ++d) {
             if constexpr (sizeof(Number) == 2)
                 to[head * width + d] = static_cast<const bf16*>(queries.numbers)[from + d];
+            else if (queries.are_bf16)
+                to[head * width + d] = widen(static_cast<const bf16*>(queries.numbers)[from + d]);
             else
-                to[head * width + d] =
-                    queries.are_bf16 ? widen(static_cast<const bf16*>(queries.numbers)[from + d]) : static_cast<const float*>(queries.numbers)[from + d];
+                to[head * width + d] = static_cast<const float*>(queries.numbers)[from + d];
         }
     }
 }

@@ -79,7 +79,8 @@ void score(const IndexQueries& queries, const IndexKeys& keys, const std::vector
 // queries [sequences, rows_each, heads, width]; weights [sequences, rows_each, heads]; block_tables [sequences, table_width];
 // positions [sequences, rows_each]; scores [sequences, rows_each, context], context = table_width * block_size, a multiple of 64.
 extern "C" void glm_index_logits(const void* queries, int64_t are_queries_bf16, const float* weights, int64_t sequences, int64_t rows_each,
-                             int64_t heads, int64_t width, const void* numbers, int64_t block_bytes, int64_t token_bytes, const void* scales,
+                             int64_t heads, int64_t width, const void* numbers, int64_t block_bytes, int64_t token_bytes,
+                             const void* scales,
                              int64_t scale_block_bytes, int64_t scale_token_bytes, int64_t kind, int64_t block_size,
                              const int64_t* block_tables, int64_t table_width, const int64_t* positions, float* scores) {
     const IndexKeys keys{static_cast<const uint8_t*>(numbers), static_cast<const uint8_t*>(scales), block_bytes, token_bytes,

@@ -99,7 +99,8 @@ extern "C" void glm_fused_norm_rope(const void* projected, int64_t projected_str
             if (raw_keys == nullptr) continue;
             if (slot >= 0) {
                 const Numbers raw = Numbers(raw_keys, is_bf16).at(row * raw_keys_stride);
-                layer_norm_row(raw, Numbers(key_weight, weights_are_bf16), Numbers(key_bias, weights_are_bf16), numbers, index_width, key_eps);
+                const Numbers weight(key_weight, weights_are_bf16), bias(key_bias, weights_are_bf16);
+                layer_norm_row(raw, weight, bias, numbers, index_width, key_eps);
                 round_row(numbers, index_width, raw);
                 rotate_row(floats(numbers), cosines + row * half, sines + row * half, numbers, rope_dim);
                 round_row(numbers, rope_dim, raw);

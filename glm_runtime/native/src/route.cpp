@@ -99,7 +99,8 @@ extern "C" void glm_moe_route(const float* logits, int64_t logits_stride, const 
             std::sort(mine, mine + num_chosen);
             float total = 0.0f;
             for (int64_t j = 0; j < num_chosen; ++j) total += weights[j] = scores[mine[j]];
-            for (int64_t j = 0; j < num_chosen; ++j) weights[j] = (router.is_normalised ? weights[j] / (total + 1e-20f) : weights[j]) * scale;
+            const float divisor = router.is_normalised ? total + 1e-20f : 1.0f;
+            for (int64_t j = 0; j < num_chosen; ++j) weights[j] = weights[j] / divisor * scale;
         }
     }
 }

@@ -8,6 +8,8 @@
 #ifdef GLM_SUPPORTED
 namespace glm {
 
+inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
 // The order of RowKind in `native/cached_rows.py`.
 enum class RowKind : int64_t { bf16, fp32, fp8_e4m3, fp8_ds_mla, nvfp4_ds_mla, index_fp8_fp32, index_fp8_ue8m0, index_mxfp4 };
 
@@ -53,7 +55,8 @@ inline float ue8m0_number(uint8_t code) {
 
 // 16 e2m1 codes, two to a byte, the even one in the low nibble.
 inline vec e2m1_numbers(const uint8_t* packed) {
-    const vec table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
+    const vec table = _mm512_setr_ps(  //
+        0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed));
     const __m128i low = _mm_and_si128(bytes, _mm_set1_epi8(15));
     const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
@@ -100,10 +103,10 @@ inline void decode_row(RowKind kind, const uint8_t* row, const uint8_t* scales, 
             decode_halves(reinterpret_cast<const bf16*>(row), width, out);
             return;
         case RowKind::fp32:
-            for (int64_t i = 0; i < width; i += 32) {
+            for (int64_t i = 0; i < round_up(width, 32); i += kLanes) {
                 const int64_t left = width - i;
-                put(out + i, _mm512_maskz_loadu_ps(first_lanes(left < 16 ? left : 16), row + 4 * i));
-                put(out + i + 16, left > 16 ? _mm512_maskz_loadu_ps(first_lanes(left < 32 ? left - 16 : 16), row + 4 * i + 64) : _mm512_setzero_ps());
+                const __mmask16 lanes = left >= kLanes ? __mmask16(0xffff) : left > 0 ? first_lanes(left) : __mmask16(0);
+                put(out + i, _mm512_maskz_loadu_ps(lanes, row + 4 * i));
             }
             return;
         case RowKind::fp8_ds_mla:

@@ -40,7 +40,8 @@ inline void store_e2m1(uint8_t* packed, vec x) {
     const float bounds[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
     for (int lower = 0; lower < 7; ++lower) {
         const vec bound = _mm512_set1_ps(bounds[lower]);
-        const __mmask16 above = lower % 2 ? _mm512_cmp_ps_mask(magnitude, bound, _CMP_GE_OQ) : _mm512_cmp_ps_mask(magnitude, bound, _CMP_GT_OQ);
+        const __mmask16 larger = _mm512_cmp_ps_mask(magnitude, bound, _CMP_GT_OQ), equal = _mm512_cmp_ps_mask(magnitude, bound, _CMP_EQ_OQ);
+        const __mmask16 above = lower % 2 ? larger | equal : larger;
         codes = _mm512_mask_add_epi32(codes, above, codes, _mm512_set1_epi32(1));
     }
     const __m512i pairs = _mm512_or_si512(codes, _mm512_srli_epi64(codes, 28));  // the odd code comes down to bits 4 to 7
@@ -66,8 +67,10 @@ inline uint32_t e2m1_scale_exponent(uint32_t amax, int floor_exponent) { return 
 
 // Codes of numbers over a scale. width: a multiple of 16.
 inline void encode_e4m3(const float* numbers, int64_t width, float scale, uint8_t* packed) {
-    for (int64_t i = 0; i < width; i += kLanes)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + i), e4m3_codes(_mm512_div_ps(_mm512_loadu_ps(numbers + i), _mm512_set1_ps(scale))));
+    for (int64_t i = 0; i < width; i += kLanes) {
+        const vec quotients = _mm512_div_ps(_mm512_loadu_ps(numbers + i), _mm512_set1_ps(scale));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(packed + i), e4m3_codes(quotients));
+    }
 }
 
 inline void encode_nvfp4(const float* numbers, uint8_t* row) {
@@ -89,19 +92,21 @@ inline void encode_nvfp4(const float* numbers, uint8_t* row) {
     encode_e4m3(numbers + 512, 64, 1.0f, row + 256);
 }
 
+inline __mmask16 lanes_left(int64_t left) { return first_lanes(left < kLanes ? left : kLanes); }
+
 // One row of `width` numbers. `numbers` may be read up to the next multiple of 16.
 inline void encode_row(RowKind kind, const float* numbers, int64_t width, uint8_t* row, uint8_t* scales) {
     switch (kind) {
         case RowKind::bf16:
             for (int64_t i = 0; i < width; i += kLanes)
-                _mm256_mask_storeu_epi16(row + 2 * i, first_lanes(width - i < kLanes ? width - i : kLanes), narrow(_mm512_loadu_ps(numbers + i)));
+                _mm256_mask_storeu_epi16(row + 2 * i, lanes_left(width - i), narrow(_mm512_loadu_ps(numbers + i)));
             return;
         case RowKind::fp32:
             std::memcpy(row, numbers, 4 * width);
             return;
         case RowKind::fp8_e4m3:
             for (int64_t i = 0; i < width; i += kLanes)
-                _mm_mask_storeu_epi8(row + i, first_lanes(width - i < kLanes ? width - i : kLanes), e4m3_codes(_mm512_loadu_ps(numbers + i)));
+                _mm_mask_storeu_epi8(row + i, lanes_left(width - i), e4m3_codes(_mm512_loadu_ps(numbers + i)));
             return;
         case RowKind::fp8_ds_mla:
             for (int tile = 0; tile < 4; ++tile) {
@@ -110,7 +115,8 @@ inline void encode_row(RowKind kind, const float* numbers, int64_t width, uint8_
                 encode_e4m3(tiled, 128, float_of(scale), row + 128 * tile);
                 std::memcpy(row + 512 + 4 * tile, &scale, 4);
             }
-            for (int64_t i = 0; i < 64; i += kLanes) store_bf16(reinterpret_cast<bf16*>(row + 528 + 2 * i), _mm512_loadu_ps(numbers + 512 + i));
+            for (int64_t i = 0; i < 64; i += kLanes)
+                store_bf16(reinterpret_cast<bf16*>(row + 528 + 2 * i), _mm512_loadu_ps(numbers + 512 + i));
             return;
         case RowKind::nvfp4_ds_mla:
             encode_nvfp4(numbers, row);

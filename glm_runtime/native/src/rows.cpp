@@ -5,10 +5,11 @@
 #ifdef GLM_SUPPORTED
 using namespace glm;
 
-// h = residual + owed, each sum rounded as the stream is; y = h / rms(h) * weight. Without summands h is the residual and is not written.
-extern "C" void glm_add_rms_norm(const void* residual, int64_t residual_stride, const void* first, int64_t first_stride, int64_t first_is_bf16,
-                             const void* second, int64_t second_stride, int64_t second_is_bf16, const void* weight,
-                             int64_t weight_is_bf16, void* h, void* y, int64_t is_bf16, int64_t rows, int64_t width, float eps) {
+// h = residual + owed, each sum rounded as the stream is; y = h / rms(h) * weight. Without summands h is the residual, not written.
+extern "C" void glm_add_rms_norm(const void* residual, int64_t residual_stride, const void* first, int64_t first_stride,
+                                 int64_t first_is_bf16, const void* second, int64_t second_stride, int64_t second_is_bf16,
+                                 const void* weight, int64_t weight_is_bf16, void* h, void* y, int64_t is_bf16, int64_t rows,
+                                 int64_t width, float eps) {
 #pragma omp parallel for schedule(static) if (rows * width > kWorthThreads)
     for (int64_t row = 0; row < rows; ++row) {
         const Numbers x = Numbers(residual, is_bf16).at(row * residual_stride);

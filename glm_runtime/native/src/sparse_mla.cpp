@@ -21,7 +21,7 @@ struct Call {
     bool are_queries_bf16;
     int64_t rows, heads, width, latent;
     const uint8_t* cached;
-    int64_t unit_bytes;
+    int64_t unit_bytes, row_bytes;
     RowKind kind;
     const int64_t* addresses;
     int64_t list_width;
@@ -96,6 +96,13 @@ void load_keys(const Call& call, const int64_t* listed, int64_t count, const Wor
     if (end > count) std::memset(static_cast<void*>(work.keys + count * width), 0, size_t(end - count) * width * sizeof(Number));
 }
 
+// Rows lie all over the pool: they are asked for while the tile before them is computed.
+inline void prefetch_keys(const Call& call, const int64_t* listed, int64_t count) {
+    for (int64_t key = 0; key < count; ++key)
+        for (int64_t byte = 0; byte < call.row_bytes; byte += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(call.cached + listed[key] * call.unit_bytes + byte), _MM_HINT_T1);
+}
+
 template <class Number>
 void score_tile(const Call& call, int64_t count, const Work<Number>& work) {
     const int64_t width = call.padded_width(), used = round_up(call.width, 32);
@@ -155,8 +162,9 @@ void sum_tile(const Call& call, const Operand* weights, int64_t weight_stride, c
             vec sums[4][4];
             for (int i = 0; i < 4; ++i) {
                 const vec factor = _mm512_loadu_ps(factors + (head + i) * kLanes);
+                const float* before = sum + (head + i) * latent + c;
                 for (int v = 0; v < 4; ++v)
-                    sums[i][v] = is_first ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(sum + (head + i) * latent + c + kLanes * v), factor);
+                    sums[i][v] = is_first ? _mm512_setzero_ps() : _mm512_mul_ps(_mm512_loadu_ps(before + kLanes * v), factor);
             }
             accumulate(sums, weights + head * weight_stride, weight_stride, keys + c, key_stride, count);
             for (int i = 0; i < 4; ++i)
@@ -170,7 +178,8 @@ void sum_tile(const Call& call, int64_t count, bool is_first, const Work<float>&
 
 void sum_tile(const Call& call, int64_t count, bool is_first, const Work<bf16>& work, const Partial& partial) {
     pair_keys(call, count, work);
-    sum_tile(call, work.weight_pairs, kTileKeys / 2, work.key_pairs, call.padded_latent(), round_up(count, 2) / 2, is_first, work.factors, partial.sum);
+    sum_tile(call, work.weight_pairs, kTileKeys / 2, work.key_pairs, call.padded_latent(), round_up(count, 2) / 2, is_first,
+             work.factors, partial.sum);
 }
 
 template <class Number>
@@ -178,6 +187,7 @@ void attend_piece(const Call& call, const int64_t* listed, int64_t count, const 
     for (int64_t first = 0; first < count; first += kTileKeys) {
         const int64_t keys = smaller(kTileKeys, count - first);
         load_keys(call, listed + first, keys, work);
+        if (first + kTileKeys < count) prefetch_keys(call, listed + first + kTileKeys, smaller(kTileKeys, count - first - kTileKeys));
         score_tile(call, keys, work);
         weigh_tile(call, keys, first == 0, work, partial);
         sum_tile(call, keys, first == 0, work, partial);
@@ -300,10 +310,11 @@ void attend(const Call& call) {
 // queries [rows, heads, width] fp32 or bf16; cached + address * unit_bytes is a row; addresses [rows, list_width], -1 is nothing.
 // uses_bf16: products of bf16 numbers (queries and weights are rounded), else of fp32. attended [rows, heads, latent], lse [rows, heads].
 extern "C" void glm_sparse_mla(const void* queries, int64_t are_queries_bf16, int64_t rows, int64_t heads, int64_t width, int64_t latent,
-                               const void* cached, int64_t unit_bytes, int64_t kind, const int64_t* addresses, int64_t list_width,
+                               const void* cached, int64_t unit_bytes, int64_t row_bytes, int64_t kind, const int64_t* addresses,
+                               int64_t list_width,
                                float scale, int64_t uses_bf16, float* attended, float* lse) {
     const Call call{queries, are_queries_bf16 != 0, rows, heads, width, latent, static_cast<const uint8_t*>(cached), unit_bytes,
-                    RowKind(kind), addresses, list_width, scale, attended, lse};
+                    row_bytes, RowKind(kind), addresses, list_width, scale, attended, lse};
     if (uses_bf16)
         attend<bf16>(call);
     else

@@ -6,21 +6,25 @@
 #ifdef GLM_SUPPORTED
 namespace glm {
 
-inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Lane i of the result is the sum of the lanes of x[i], each by the same tree.
 inline vec sum_each(const vec x[16]) {
     vec pairs[8], quads[4];
-    for (int i = 0; i < 8; ++i) pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 8; ++i) {
+        const vec a = x[2 * i], b = x[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
     for (int i = 0; i < 4; ++i) {
         const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
         quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
     vec halves[2];
-    for (int i = 0; i < 2; ++i)
-        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0x88), _mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0xdd));
+    for (int i = 0; i < 2; ++i) {
+        const vec a = quads[2 * i], b = quads[2 * i + 1];
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
     return _mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88), _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
 }
 

@@ -17,9 +17,10 @@ def index_select(
 ) -> None:
     """Contract: `reference.index_select`; products as `index_logits.native`."""
     num_rows, num_heads, width = queries.shape
-    queries, weights = queries.contiguous(), weights.contiguous()
+    queries, weights, block_tables = queries.contiguous(), weights.contiguous(), batch.block_tables.contiguous()
+    row_sequences, visible = batch.row_sequences.contiguous(), batch.visible.contiguous()
     library().glm_index_select(
         queries.data_ptr(), queries.dtype == torch.bfloat16, weights.data_ptr(), num_rows, num_heads, width, *index_keys(keys),
-        batch.block_tables.data_ptr(), batch.block_tables.shape[1], batch.row_sequences.data_ptr(), batch.visible.data_ptr(),
+        block_tables.data_ptr(), block_tables.shape[1], row_sequences.data_ptr(), visible.data_ptr(),
         topk, lists.shape[1], scratch_bytes, lists.data_ptr(),
     )  # fmt: skip

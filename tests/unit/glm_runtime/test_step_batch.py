@@ -34,6 +34,19 @@ def test_rows_of_a_mixed_step(config: GlmConfig) -> None:
     assert (batch.num_rows, batch.max_visible) == (4, 131)
 
 
+def test_decode_rows_are_built_like_the_last_rows_of_chunks(config: GlmConfig) -> None:
+    """One row a sequence takes another path than chunks do."""
+    ends = [(1, [9]), (64, [5]), (65, [5, 3]), (130, [9, 2, 40, 41])]
+    decoded = batch_of(config, *[piece(str(n), [n], end - 1, blocks) for n, (end, blocks) in enumerate(ends)], row_tile=8)
+    chunked = batch_of(config, *[piece(str(n), [7] * (end - 1) + [n], 0, blocks) for n, (end, blocks) in enumerate(ends)])
+    last = [span.row_end - 1 for span in chunked.spans]
+    for name in ("tokens", "positions", "slots", "row_sequences", "visible"):
+        assert getattr(decoded, name)[:4].tolist() == getattr(chunked, name)[last].tolist(), name
+    assert decoded.slots[4:].tolist() == [-1] * 4
+    assert not decoded.visible[4:].any()
+    assert decoded.block_tables.tolist() == chunked.block_tables.tolist()
+
+
 def test_rows_that_see_at_most_topk_tokens_are_not_scored(config: GlmConfig) -> None:
     topk = config.index_topk
     assert batch_of(config, piece("a", [1] * topk, 0, [1])).scored == ()

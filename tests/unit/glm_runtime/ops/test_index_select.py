@@ -1,5 +1,7 @@
 """The selection of a step: scored and unscored rows together, over a poisoned pool, in every index format."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,3 +113,11 @@ def test_refuses_lists_that_it_cannot_write() -> None:
         index_select(queries, weights, region, batch, TOPK, lists=torch.zeros(len(queries), 63, dtype=torch.int64), **options)
     with pytest.raises(ValueError, match=r"lists is torch\.int32"):
         index_select(queries, weights, region, batch, TOPK, lists=torch.zeros(len(queries), 64, dtype=torch.int32), **options)
+
+
+@pytest.mark.parametrize("impl", ["reference", *SERVING])
+def test_block_tables_may_be_part_of_wider_ones(impl: Impl) -> None:
+    queries, weights, region, batch = step("decode", RowKind.BF16)
+    wider = torch.nn.functional.pad(batch.block_tables, (0, 3), value=1 << 40)
+    strided = dataclasses.replace(batch, block_tables=wider[:, : batch.block_tables.shape[1]])
+    assert torch.equal(selected((queries, weights, region, strided), impl), selected((queries, weights, region, batch), impl))
