@@ -5,13 +5,16 @@ Knows: prompts are API requests, so defaults, limits and texts are exactly the g
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
+from llguidance import LLTokenizer
 
 from cluster.offline_prompts import GivenPrompt
 from glm_runtime.checkpoint import check_checkpoint
@@ -20,13 +23,17 @@ from glm_runtime.engine.offline import generate
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.weight_memory import expected_weight_bytes
-from kv_transfer.errors import ConfigError, InvalidRequest
-from kv_transfer.messages import FinishReason, SamplingParameters
+from kv_transfer.errors import ConfigError, InvalidRequest, UnsupportedParameter
+from kv_transfer.messages import FinishReason, GrammarSpec, SamplingParameters
 from router.gateway.answer import Answer, TextDelta
 from router.gateway.chat import plain_message, template_variables
-from router.gateway.chat_template import END_OF_THINKING, ChatEncoder, ChatTemplate, read_pinned_template
+from router.gateway.chat_template import END_OF_THINKING, START_OF_THINKING, ChatEncoder, ChatTemplate, read_pinned_template
+from router.gateway.grammar_check import check
+from router.gateway.grammar_fields import find_grammar
+from router.gateway.grammar_frames import CheckRequest
+from router.gateway.reasoning import find_think_end
 from router.gateway.sampling import ServedModel, check_context, describe_model, make_sampling
-from router.gateway.schema import ChatRequest, CompletionRequest, parse_prompts, parse_request
+from router.gateway.schema import ChatRequest, CompletionRequest, GenerationFields, parse_prompts, parse_request
 from router.gateway.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 256
@@ -134,7 +141,9 @@ class OfflineRun:
         messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
         tokens = self._encoder.encode(self._encoder.render(messages, template_variables(request)))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        return self._make_answer(given.place, tokens, request, asked, self._tokenizer.control_id(END_OF_THINKING))
+        control_id = self._tokenizer.control_id
+        think_end_id = find_think_end(tokens, control_id(START_OF_THINKING), control_id(END_OF_THINKING))
+        return self._make_answer(given.place, tokens, request, asked, think_end_id)
 
     def _prepare_raw(self, place: str, body: Mapping[str, Any]) -> OfflineAnswer:
         request = parse_request(CompletionRequest, json.dumps(body).encode())
@@ -149,17 +158,31 @@ class OfflineRun:
     def _make_answer(
         self, place: str, tokens: list[int], request: ChatRequest | CompletionRequest, asked: int | None, think_end_id: int | None
     ) -> OfflineAnswer:
+        for name, is_asked in (("n", request.num_choices > 1), ("logprobs", max(request.num_logprobs, request.num_prompt_logprobs) >= 0)):
+            if is_asked:
+                raise UnsupportedParameter(f"{name} with this value is not supported by this command; leave it out", param=name)
         room = check_context(len(tokens), asked, self._model.max_model_len_tokens, "prompt")
         max_tokens = min(room, DEFAULT_MAX_TOKENS) if asked is None else asked
         if max_tokens < 1:
             raise InvalidRequest("asks for no tokens; max_tokens must be at least 1")
-        sampling = make_sampling(request, self._model, max_tokens)
+        sampling = msgspec.structs.replace(make_sampling(request, self._model, max_tokens), grammar=_read_grammar(request, think_end_id))
         text = Answer(self._tokenizer, stops=request.stop_strings, end_ids=frozenset(sampling.stop_token_ids), think_end_id=think_end_id)
         return OfflineAnswer(place, tokens, sampling, text)
 
     def load(self, on_progress: Callable[[int, int], None] | None = None) -> GlmRuntime:
         """Read the weights; reports bytes. Takes seconds to minutes."""
         return GlmRuntime.load(self._runtime_config, on_progress)
+
+
+def _read_grammar(request: GenerationFields, think_end_id: int | None) -> GrammarSpec | None:
+    """What the answer must look like, checked here and now: nobody else waits for this process. Raises InvalidRequest."""
+    asked = find_grammar(request)
+    if asked is None:
+        return None
+    reply = check(CheckRequest(asked.notation.value, asked.text, asked.is_lenient, limit_s=math.inf), LLTokenizer("byte"))
+    if reply.spec is None:
+        raise InvalidRequest(f"{asked.param} cannot be used: {' '.join(reply.error.split())}", param=asked.param)
+    return msgspec.structs.replace(reply.spec, after_token=-1 if think_end_id is None else think_end_id)
 
 
 def answer_all(

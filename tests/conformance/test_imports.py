@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("kv_transfer", "glm_runtime", "prefill_worker", "decode_worker", "router", "cluster")
-HEAVY = ("torch", "triton", "ray", "nixl", "numpy")
+HEAVY = ("torch", "triton", "ray", "nixl", "numpy", "llguidance")
 ROUTER_ENTRIES = ("router.gateway.__main__", "router.relay", "router.policy")
 CONTRACT = (
     "identity",

@@ -59,6 +59,8 @@ def test_without_a_limit_an_answer_is_short_and_fits(run: OfflineRun) -> None:
     [
         ({"prompt": "x", "temperature": 9}, {}, "temperature"),
         ({"prompt": "x", "n": 2}, {}, "n with this value is not supported"),
+        ({"prompt": "x", "logprobs": True}, {}, "logprobs with this value is not supported"),
+        ({"prompt": "x", "guided_regex": "(a"}, {}, "guided_regex cannot be used"),
         ({"prompt": ["a", "b"]}, {"is_raw": True}, "a line of its own"),
         ({"prompt": [1, 99999]}, {}, "token id outside 0..2559"),
         ({"prompt": [1] * 9000}, {}, "context is 8192"),
@@ -73,6 +75,15 @@ def test_a_mistake_is_told_with_its_place(run: OfflineRun, body: dict[str, Any],
         prepare(run, body, **options)
     assert caught.value.path == "here"
     assert says in caught.value.message
+
+
+def test_an_answer_looks_as_it_is_asked_to(run: OfflineRun, runtime: GlmRuntime) -> None:
+    asked = {"structured_outputs": {"choice": ["red", "green"]}, "seed": 5, "reasoning_effort": "low"}
+    chat = prepare(run, {"prompt": "Spell the word cat.", **asked}, max_tokens=400)
+    raw = prepare(run, {"prompt": "The colour is ", **{name: asked[name] for name in ("structured_outputs", "seed")}}, is_raw=True)
+    answer_all(runtime, [chat, raw], load_s=0.0, batch_size=2)
+    assert raw.content in ("red", "green")
+    assert chat.text.finish_reason == "length" or chat.content in ("red", "green")
 
 
 def test_answers_are_those_of_generate(run: OfflineRun, runtime: GlmRuntime) -> None:
