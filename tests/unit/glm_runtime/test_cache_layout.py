@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glm_runtime.cache_format import CacheFormats
-from glm_runtime.cache_layout import INDEX_K, MLA_KV, landed_formats, make_cache_layout
+from glm_runtime.cache_layout import INDEX_K, MLA_KV, MTP_INDEX_K, MTP_MLA_KV, landed_formats, make_cache_layout
 from glm_runtime.config import GlmConfig
 from glm_runtime.row_format import row_format_of
 from kv_transfer.layout import CacheComponent, CacheLayout
@@ -111,3 +111,18 @@ def test_formats_are_reported_by_component() -> None:
 def test_a_foreign_encoding_has_no_row_format() -> None:
     with pytest.raises(ValueError, match="e4m3 tiles"):
         row_format_of(CacheComponent("mla_kv", (0,), 656, "e4m3 tiles"))
+
+
+@pytest.mark.parametrize(("name", "bytes_per_token"), [("bf16+fp8", 93_912), ("fp8_ds_mla", 54_728), ("fp8_e4m3", 48_408)])
+def test_glm_5_3_bytes_per_token_with_the_mtp_layer(glm53: GlmConfig, name: str, bytes_per_token: int) -> None:
+    layout = make_cache_layout(glm53, ALL_FORMATS[name], "m", "t", with_mtp=True)
+    assert layout.bytes_per_token == bytes_per_token
+    assert [(component.name, component.layers[-1]) for component in layout.components] == [
+        (MLA_KV, 77), (MTP_MLA_KV, 78), (INDEX_K, 74), (MTP_INDEX_K, 78),
+    ]  # fmt: skip
+
+
+def test_with_the_mtp_layer_keys_look_ahead_and_others_do_not_pair(glm53: GlmConfig) -> None:
+    plain, with_mtp = (make_cache_layout(glm53, ALL_FORMATS["bf16+fp8"], "m", "t", with_mtp=on) for on in (False, True))
+    assert (plain.looks_one_token_ahead, with_mtp.looks_one_token_ahead) == (False, True)
+    assert plain.fingerprint != with_mtp.fingerprint
