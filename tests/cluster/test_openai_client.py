@@ -1,5 +1,6 @@
 """The official client works against the cluster, streaming and not."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,18 @@ def test_several_answers_share_a_prompt_and_keep_their_seeds(client: openai.Open
     assert len({tuple(tokens) for tokens in tokens_of(both)}) == 3
     assert tokens_of(client.completions.create(**request, n=3)) == tokens_of(both)
     assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (200, sum(map(len, tokens_of(both))))
+
+
+def test_several_answers_move_their_prompt_once(cluster: RunningCluster, client: openai.OpenAI) -> None:
+    def moved_bytes(number: int, count: int) -> int:
+        before = cluster.worker("decode-0")["bytes_read"]
+        client.completions.create(model="glm", prompt=make_prompt(640, number), max_tokens=2, n=count)
+        cluster.wait_until_quiescent()
+        time.sleep(1.2)  # a worker's row is up to a second old
+        return int(cluster.worker("decode-0")["bytes_read"] - before)
+
+    one, three = moved_bytes(310, 1), moved_bytes(311, 3)
+    assert 0 < one <= three < 1.5 * one, "ten blocks once, and the last one for each further answer"
 
 
 def test_the_whole_sampler_equals_one_process(cluster: RunningCluster, reference: Reference) -> None:
