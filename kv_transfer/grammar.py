@@ -48,7 +48,7 @@ PARSER_LIMITS: dict[str, int | bool] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
-    "max_lexer_states": 25_000,
+    "max_lexer_states": 100_000,
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }

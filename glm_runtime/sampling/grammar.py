@@ -7,6 +7,7 @@ the tokens before it.
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from kv_transfer.grammar import PARSER_LIMITS, GrammarSpec, library_text
 from kv_transfer.request_values import SamplingParameters
 
 MAX_CACHED_GRAMMARS = 32
-"""Compiling takes a few milliseconds; a hostile grammar may keep 50 MB of lexer states (`PARSER_LIMITS`)."""
+"""Compiling takes a few milliseconds; a hostile grammar may keep 50 MB of lexer states (`PARSER_LIMITS`) until it is pushed out."""
 MAX_REASON_LENGTH = 300
 _WORD_BITS = 32
 
@@ -65,13 +66,14 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiled constraints of one vocabulary, the most recently used ones kept. `compile` alone may be called on another thread."""
+    """Compiled constraints of one vocabulary, the most recently used ones kept. Thread-safe: states renew themselves on the engine thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary, capacity: int = MAX_CACHED_GRAMMARS) -> None:
         self.vocabulary = vocabulary
         self._capacity = capacity
         self._limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
         self._compiled: OrderedDict[tuple[bytes, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
 
     def check(self, sampling: SamplingParameters) -> None:
         """Raise InvalidRequest where a complete output would not end: every end token must stop it."""
@@ -81,11 +83,12 @@ class GrammarCompiler:
     def find(self, spec: GrammarSpec) -> "GrammarState | None":
         """A new state at the constraint's beginning, when it is compiled already."""
         key = (spec.key, self.vocabulary.digest)
-        matcher = self._compiled.get(key)
-        if matcher is None:
-            return None
-        self._compiled.move_to_end(key)
-        return GrammarState(matcher.deep_copy(), self.vocabulary, spec)
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is None:
+                return None
+            self._compiled.move_to_end(key)
+        return GrammarState(matcher.deep_copy(), self, spec)
 
     def compile(self, spec: GrammarSpec) -> LLMatcher:
         """Compile, which takes milliseconds and lets go of the interpreter lock; `keep` the result. Raises InvalidRequest."""
@@ -99,16 +102,17 @@ class GrammarCompiler:
 
     def keep(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
         """Keep what `compile` has made for `find`."""
-        self._compiled[spec.key, self.vocabulary.digest] = matcher
-        while len(self._compiled) > self._capacity:
-            self._compiled.popitem(last=False)
+        with self._lock:
+            self._compiled[spec.key, self.vocabulary.digest] = matcher
+            while len(self._compiled) > self._capacity:
+                self._compiled.popitem(last=False)
 
     def start(self, spec: GrammarSpec) -> "GrammarState":
         """A new state at the constraint's beginning, compiled here and now if need be. Raises InvalidRequest."""
         if (state := self.find(spec)) is None:
             matcher = self.compile(spec)
             self.keep(spec, matcher)
-            state = GrammarState(matcher.deep_copy(), self.vocabulary, spec)
+            state = GrammarState(matcher.deep_copy(), self, spec)
         return state
 
     @property
@@ -126,9 +130,12 @@ class GrammarState:
     allow); the request has failed then. Until that is seen, masks allow only an end.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: GrammarVocabulary, spec: GrammarSpec) -> None:
+    def __init__(self, matcher: LLMatcher, compiler: GrammarCompiler, spec: GrammarSpec) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
+        self._compiler = compiler
+        self._vocabulary = compiler.vocabulary
+        self._matched: list[int] = []
+        self._is_worn = False
         self._spec = spec
         self._num_accepted = 0
         self._began_at: int | None = 0 if spec.after_token < 0 else None
@@ -166,9 +173,25 @@ class GrammarState:
                 self.error = f"token {token} is not allowed here"
             elif self._ended_at is None:
                 self._ended_at = self._num_accepted
-        elif self.has_begun and not self._matcher.consume_token(token):
-            self.error = one_line(self._matcher.get_error()) or f"token {token} is not allowed here"
+        elif self.has_begun:
+            if self._consume(token):
+                self._matched.append(token)
+            else:
+                self.error = one_line(self._matcher.get_error()) or f"token {token} is not allowed here"
         return self.error is None
+
+    def _consume(self, token: int) -> bool:
+        return self._matcher.consume_token(token) or (_is_worn(self._matcher) and self._renew() and self._matcher.consume_token(token))
+
+    def _renew(self) -> bool:
+        """Begin with a lexer of its own, and go where this output is; False where that is too much for a new one, too.
+
+        Copies of a compiled grammar share one lexer, whose states are limited: what others have made of it must not end this output.
+        """
+        matcher = self._compiler.compile(self._spec)
+        self._compiler.keep(self._spec, matcher)
+        self._matcher, self._is_worn = matcher.deep_copy(), False
+        return self._matcher.consume_tokens(self._matched)
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens."""
@@ -184,6 +207,7 @@ class GrammarState:
         if num_back:
             is_back = self._matcher.rollback(num_back)
             assert is_back, f"the grammar cannot go back by {num_back} tokens: {self._matcher.get_error()}"
+            del self._matched[-num_back:]
 
     @property
     def _num_matched(self) -> int:
@@ -203,6 +227,13 @@ class GrammarState:
         Bit i of word w stands for token 32 w + i. Rows after a draft that may not come, or that ends the answer, allow everything: no
         sample of theirs can stand.
         """
+        rows = self._rows(drafts)
+        if self._is_worn and self._renew():
+            self.error = None
+            rows = self._rows(drafts)
+        return rows
+
+    def _rows(self, drafts: Sequence[int]) -> Tensor:
         rows = torch.full((1 + len(drafts), self._vocabulary.num_words), -1, dtype=torch.int32)
         matcher = self._matcher.deep_copy() if drafts else self._matcher
         has_begun = self.has_begun
@@ -214,6 +245,7 @@ class GrammarState:
             if draft is None or draft in self._vocabulary.end_ids or (has_begun and not _move_on(matcher, draft)):
                 break
             has_begun = has_begun or draft == self._spec.after_token
+        self._is_worn = self._is_worn or _is_worn(matcher)
         return rows
 
     def _fill(self, matcher: LLMatcher, row: Tensor) -> None:
@@ -227,6 +259,11 @@ class GrammarState:
             if matcher is self._matcher:
                 self.error = one_line(matcher.get_error()) or "nothing can follow"
         row.copy_(self._vocabulary.end_only)
+
+
+def _is_worn(matcher: LLMatcher) -> bool:
+    """Whether the lexer has reached a limit ("too many states", "too many expressions"): the library has no code of its own for it."""
+    return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def _move_on(matcher: LLMatcher, token: int) -> bool:

@@ -180,6 +180,26 @@ def test_what_cannot_be_compiled_says_why(compiler: GrammarCompiler, kind: Gramm
         compiler.start(GrammarSpec(kind, text))
 
 
+def test_a_lexer_that_others_have_worn_out_ends_nobody_s_output(compiler: GrammarCompiler) -> None:
+    """Each place of a string of limited length is a state of the lexer, which all outputs of a grammar share."""
+    limit = int(PARSER_LIMITS["max_lexer_states"])
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "string", "maxLength": 1000000}')
+    quote, letter = TOKENIZER.encode_runs(['"'])[0][0], TOKENIZER.encode_runs(["a"])[0][0]
+    waiting, asking, long = compiler.start(spec), compiler.start(spec), compiler.start(spec)
+    for state in (waiting, asking):
+        assert state.accept([quote, letter])
+    expected = compiler.start(spec)
+    assert expected.accept([quote, letter])
+    mask = expected.masks([letter])
+    assert not long.accept([quote] + [letter] * (2 * limit)), "one output alone can use a lexer up"
+    assert long.error is not None
+    assert "lexer error" in long.error
+    assert torch.equal(asking.masks([letter]), mask)
+    assert asking.error is None
+    assert waiting.accept([letter] * 10)
+    assert compiler.start(spec).accept([quote, letter, quote, END_IDS[0]]), "the next one has a new lexer, too"
+
+
 def test_compiled_grammars_are_kept_by_use(compiler: GrammarCompiler) -> None:
     small = GrammarCompiler(compiler.vocabulary, capacity=2)
     specs = [GrammarSpec(GrammarKind.REGEX, text) for text in ("a+", "b+", "c+")]
