@@ -66,7 +66,7 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiled constraints of one vocabulary, the most recently used ones kept. Thread-safe: states renew themselves on the engine thread."""
+    """Compiled constraints of one vocabulary, the latest used ones kept. Thread-safe: states renew themselves on the engine thread."""
 
     def __init__(self, vocabulary: GrammarVocabulary, capacity: int = MAX_CACHED_GRAMMARS) -> None:
         self.vocabulary = vocabulary
