@@ -9,9 +9,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PUBLISHED_ACCEPTANCE = (0.84, 0.66, 0.49, 0.34, 0.28, 0.17, 0.13, 0.11)
-"""A_1 .. A_8 as published for GLM-5.2 on code: what is assumed of a model before anything is measured."""
-
 HYSTERESIS = 0.05
 """Share by which another number must be faster than the present one: measurements of single steps scatter by as much."""
 

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 
 from glm_runtime.engine.calibration import MeasuredCosts
-from glm_runtime.engine.draft_budget import PUBLISHED_ACCEPTANCE, CostCurve, StepCosts
+from glm_runtime.engine.draft_budget import CostCurve, StepCosts
 from glm_runtime.runtime_config import MOST_DRAFTS
 
+FIRST_ACCEPTANCE = 0.84
+"""Share of first drafts that hold, as published for GLM-5.2 on code: assumed before anything is measured."""
 PRIOR_DRAFTS = 8.0
-"""How many drafts the published acceptance counts for."""
+"""How many drafts an assumption counts for."""
 FORGETTING = 0.995
-"""Weight of a count after one more: some 200 drafts are remembered at each position."""
+"""Weight of a count after one more sequence and step: some 200 are remembered."""
 SMOOTHING = 0.2
 """Weight of the newest step in the cost of its own size; half of it moves the other sizes along: a longer context slows all."""
 
@@ -21,13 +23,14 @@ class DraftMeter:
         self._waiting: dict[tuple[int, int], int] = {}
         self._drafted = [0] * MOST_DRAFTS
         self._accepted = [0] * MOST_DRAFTS
-        self._recent_drafted = [PRIOR_DRAFTS] * MOST_DRAFTS
-        self._recent_accepted = [PRIOR_DRAFTS * share for share in PUBLISHED_ACCEPTANCE]
+        self._recent_drafted = [0.0] * MOST_DRAFTS
+        self._recent_accepted = [0.0] * MOST_DRAFTS
 
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
-        outcome = (num_drafted, num_accepted)
-        self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
+        if num_drafted:
+            outcome = (num_drafted, num_accepted)
+            self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
 
     @property
     def drafted(self) -> list[int]:
@@ -43,22 +46,31 @@ class DraftMeter:
 
     def _fold(self) -> None:
         waiting, self._waiting = self._waiting, {}
+        kept = FORGETTING ** sum(waiting.values())
+        self._recent_drafted = [count * kept for count in self._recent_drafted]
+        self._recent_accepted = [count * kept for count in self._recent_accepted]
         for (num_drafted, num_accepted), count in waiting.items():
-            kept = FORGETTING**count
             for position in range(num_drafted):
                 held = count if position < num_accepted else 0
                 self._drafted[position] += count
                 self._accepted[position] += held
-                self._recent_drafted[position] = self._recent_drafted[position] * kept + count
-                self._recent_accepted[position] = self._recent_accepted[position] * kept + held
+                self._recent_drafted[position] += count
+                self._recent_accepted[position] += held
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Share of recent drafts that held, by position; never more than at the position before."""
+        """Share of recent drafts that held, by position; never more than at the position before.
+
+        A position that is not drafted is forgotten, and then assumed to lose the share that the one before it loses: so it is tried
+        again when the earlier ones do well.
+        """
         self._fold()
         shares: list[float] = []
+        before, assumed = 1.0, FIRST_ACCEPTANCE
         for drafted, accepted in zip(self._recent_drafted, self._recent_accepted, strict=True):
-            shares.append(min(accepted / drafted, shares[-1] if shares else 1.0))
+            share = min((accepted + PRIOR_DRAFTS * assumed) / (drafted + PRIOR_DRAFTS), before)
+            shares.append(share)
+            before, assumed = share, share * (share / before if before else 0.0)
         return tuple(shares)
 
 
