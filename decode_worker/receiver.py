@@ -229,7 +229,7 @@ class Receiver:
                 case Ready(transfer):
                     self._take_filled(self._of(transfer), now_s)
                 case FillLocally(transfer, from_token):
-                    self._begin_fill(self._of(transfer), from_token)
+                    self._begin_fill(self._of(transfer), from_token, now_s)
                 case Dropped(transfer, reason, failure):
                     self._drop(transfer, reason, failure)
 
@@ -272,7 +272,11 @@ class Receiver:
             self._sequences.move(sequence, Phase.FILLING)
         self._outside.wake()
 
-    def _begin_fill(self, sequence: DecodeSequence, from_token: int) -> None:
+    def _begin_fill(self, sequence: DecodeSequence, from_token: int, now_s: float) -> None:
+        if sequence.scores is not None and from_token:
+            shared = "a prompt whose log-probabilities are asked for needs a cache salt of its own: part of this one is cached"
+            self._carry_out(self._session.fail(sequence.transfer, FailureKind.REQUEST_FAULT, InvalidRequest.code, shared, now_s), now_s)
+            return
         self._take_block_table(sequence)
         sequence.num_stored_tokens = from_token
         sequence.num_published_blocks = from_token // self._block_size_tokens

@@ -183,7 +183,10 @@ class PrefillSequences:
         )
 
     def _usable_keys(self, sequence: PrefillSequence) -> list[bytes]:
-        """Keys that a prefix hit may use: at least the last token is computed, since the next one is drawn from it."""
+        """Keys that a prefix hit may use: at least the last token is computed, since the next one is drawn from it, and every token of
+        a prompt that is scored."""
+        if sequence.scores is not None:
+            return []
         return sequence.keys[: (sequence.num_tokens - 1) // self._pool.block_size_tokens]
 
     def _num_blocks(self, sequence: PrefillSequence) -> int:

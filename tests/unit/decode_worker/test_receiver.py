@@ -195,6 +195,28 @@ def test_a_prompt_whose_log_probabilities_were_lost_with_the_record_is_computed_
     assert asked.prompt_logprobs == [toy_logprobs(token, 1) for token in asked.prompt[1:]]
 
 
+class SharedSalt(BenchRequest):
+    """A router that does not give a scored prompt a salt of its own."""
+
+    salt = b""  # type: ignore[assignment]
+
+
+def test_a_scored_prompt_under_a_shared_salt_harms_nobody() -> None:
+    world = World()
+    open_all(world, first := request("a", 20, 3))
+    world.settle()
+    scored = msgspec.structs.replace(first.sampling, prompt_logprobs=1)
+    handed = SharedSalt(RequestId("handed"), [*first.prompt, 1], scored)
+    local = SharedSalt(RequestId("local"), [*first.prompt, 1], scored, is_local=True)
+    open_all(world, handed)
+    world.settle()
+    assert len(handed.prompt_logprobs) == 20, "prefill computes all of it, cached or not"
+    open_all(world, local)
+    world.settle()
+    assert local.failure is not None
+    assert local.failure.kind is FailureKind.REQUEST_FAULT
+
+
 def test_ask_is_answered_from_what_was_emitted_until_the_router_has_it_all() -> None:
     world = World()
     asked = request("a", 5, 6, is_local=True)
