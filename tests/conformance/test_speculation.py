@@ -77,3 +77,9 @@ def test_mixed_batches(runtime: GlmRuntime, greedy: list[list[int]]) -> None:
 def test_every_cache_format(name: str) -> None:
     runtime = load(**CACHE_CHOICES[name])
     assert generate(runtime, PROMPTS[:4], greedy_parameters(24)) == generate(runtime, PROMPTS[:4], greedy_parameters(24), max_drafts=0)
+
+
+def test_without_compiled_kernels() -> None:
+    """Products padded to the BLAS's row tile, where a step's rows are not a multiple of it."""
+    runtime = load(kernels="torch")
+    assert generate(runtime, PROMPTS, greedy_parameters(24)) == generate(runtime, PROMPTS, greedy_parameters(24), max_drafts=0)
