@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.engine.our_engine import read_bandwidth
+from benchmarks.read_bandwidth import read_bandwidth
 from benchmarks.report import Row, run_benchmark
 from glm_runtime.linear import Gemm
 from glm_runtime.native_gemm import NativeGemm

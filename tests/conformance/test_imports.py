@@ -88,7 +88,9 @@ def test_kernels_are_reached_through_their_op_only() -> None:
     for path in _modules():
         inside_ops = "ops" in path.relative_to(ROOT).parts
         for name in _imported(path):
-            assert inside_ops or not (".ops." in name and name.endswith((".triton", ".cpu", ".native", ".reference"))), f"{path} imports {name}"
+            assert inside_ops or not (".ops." in name and name.endswith((".triton", ".cpu", ".native", ".reference"))), (
+                f"{path} imports {name}"
+            )
 
 
 def test_files_have_no_forbidden_names() -> None:
