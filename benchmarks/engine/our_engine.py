@@ -3,7 +3,7 @@
 `python -m benchmarks.engine.our_engine CHECKPOINT NUMERICS CACHE_FORMAT POOL_TOKENS THREADS`. Two more commands:
 
     experts IDS      as `decode`, but answers with the mean number of distinct experts that a MoE layer's rows were sent to in a step
-    bandwidth        bytes a second that this process's threads read, best of several sums over an array far beyond the caches
+    bandwidth        bytes a second that this process's threads read, as `benchmarks/read_bandwidth.py` measures
 """
 
 import sys
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.command_loop import Engine, serve
+from benchmarks.read_bandwidth import read_bandwidth
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.moe import MixtureOfExperts
@@ -30,8 +31,6 @@ from kv_transfer.pool_memory import PoolMemory
 
 GREEDY = SamplingParameters(max_tokens=1, seed=0, temperature=0.0)
 SPARE_TOKENS = 64
-BANDWIDTH_BYTES = 1 << 30
-BANDWIDTH_SUMS = 6
 
 
 class OurEngine:
@@ -153,17 +152,6 @@ class _CountingExperts(MixtureOfExperts):
         scores = (hidden.float() @ self.router.T).sigmoid() + self.bias
         self.counts.append(int(scores.topk(self.config.num_experts_per_tok, dim=-1).indices.unique().numel()))
         return MixtureOfExperts.forward(self, hidden, *others, **named)  # type: ignore[arg-type]
-
-
-def read_bandwidth(num_bytes: int = BANDWIDTH_BYTES) -> float:
-    """Bytes a second, best of sums over floats and over integers: the quicker is nearer to what the memory gives."""
-    best_s = float("inf")
-    for data in (torch.ones(num_bytes // 4), torch.ones(num_bytes // 8, dtype=torch.int64)):
-        for _ in range(BANDWIDTH_SUMS):
-            started_s = time.perf_counter()
-            data.sum()
-            best_s = min(best_s, time.perf_counter() - started_s)
-    return num_bytes / best_s
 
 
 def _obey(engine: Engine, command: str, numbers: list[int]) -> Sequence[float]:
