@@ -23,7 +23,7 @@ from glm_runtime.weight_memory import expected_weight_bytes
 from kv_transfer.errors import ConfigError, InvalidRequest
 from kv_transfer.messages import FinishReason, SamplingParameters
 from router.gateway.answer import Answer, TextDelta
-from router.gateway.chat import plain_message, template_variables
+from router.gateway.chat_messages import plain_messages, template_variables
 from router.gateway.chat_template import END_OF_THINKING, ChatEncoder, ChatTemplate, read_pinned_template
 from router.gateway.sampling import ServedModel, check_context, describe_model, make_sampling
 from router.gateway.schema import ChatRequest, CompletionRequest, parse_prompts, parse_request
@@ -131,8 +131,10 @@ class OfflineRun:
         if system is not None:
             body["messages"] = [{"role": "system", "content": system}, *body["messages"]]
         request = parse_request(ChatRequest, json.dumps(body).encode())
-        messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-        tokens = self._encoder.encode(self._encoder.render(messages, template_variables(request)))
+        if request.tools:
+            raise InvalidRequest("has tools, which only the server can offer; leave them out", param="tools")
+        variables = template_variables(request.reasoning_effort, request.chat_template_kwargs)
+        tokens = self._encoder.encode(self._encoder.render(plain_messages(request.messages), variables))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return self._make_answer(given.place, tokens, request, asked, self._tokenizer.control_id(END_OF_THINKING))
 

@@ -108,3 +108,39 @@ def test_a_bad_schema_is_a_400(cluster: RunningCluster) -> None:
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "guided_json"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "set_light",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "room": {"type": "string", "enum": ["kitchen", "hall"]},
+                "level": {"type": "integer", "minimum": 0, "maximum": 100},
+                "is_on": {"type": "boolean"},
+                "label": {"type": "string", "maxLength": 6},
+            },
+            "required": ["room", "level", "is_on", "label"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_forced_call_is_valid_streamed_and_not(cluster: RunningCluster) -> None:
+    request: dict[str, Any] = {
+        "model": "glm", "messages": [{"role": "user", "content": "Light."}], "tools": [TOOL], "tool_choice": "required",
+        "parallel_tool_calls": False, "temperature": 0, "max_tokens": 1000, "reasoning_effort": "low",
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        (whole,) = client.chat.completions.create(**request).choices
+        pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**request, stream=True) if chunk.choices]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "set_light"
+    jsonschema.validate(json.loads(call.function.arguments), TOOL["function"]["parameters"])  # type: ignore[index]
+    streamed = [entry.function for piece in pieces for entry in piece.delta.tool_calls or ()]
+    assert "".join(function.arguments for function in streamed) == call.function.arguments
+    assert pieces[-1].finish_reason == "tool_calls"
