@@ -20,6 +20,7 @@ from router.gateway.tools import Tool, ToolChoice, ToolUse
 ANY_TEXT = "/(?s:.*)/"
 MAX_REPETITION = 2000
 """Longest repetition written out: the limits of one grammar would refuse more."""
+FOLDING_KEYWORDS = ("$ref", "anyOf", "oneOf", "allOf")
 FREE_ARGUMENT = r"<arg_key> /[^<]+/ </arg_key> <arg_value> /(?s:.*)/ </arg_value>"
 
 
@@ -68,20 +69,28 @@ def write_grammar(use: ToolUse, *, checks_all: bool, otherwise: str = "") -> str
 
 
 def _tool_rules(rule: str, tool: Tool, *, is_free: bool) -> Iterator[str]:
-    if is_free:
+    schema = tool.parameters or {}
+    if is_free or _is_folded(tool, schema):
         yield f"{rule}: {_literal(tool.name)} ({FREE_ARGUMENT})*"
         return
-    schema = tool.parameters or {}
     given, required = schema.get("properties"), schema.get("required")
-    properties: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    names = list(properties)
-    needed = set(required) if isinstance(required, list) and all(isinstance(name, str) for name in required) else set()
-    arguments = [f"{rule}_{index}" + ("" if name in needed else "?") for index, name in enumerate(names)]
+    properties: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    for name in needed:
+        properties.setdefault(name, {})
+    arguments = [f"{rule}_{index}" + ("" if name in needed else "?") for index, name in enumerate(properties)]
     yield " ".join([f"{rule}:", _literal(tool.name), *arguments])
-    for index, name in enumerate(names):
-        value = _value_rule(properties[name], schema, is_lenient=not tool.is_strict)
+    for index, (name, property_) in enumerate(properties.items()):
         yield f"{rule}_{index}: <arg_key> {_literal(name)} </arg_key> <arg_value> {rule}_{index}_value </arg_value>"
-        yield f"{rule}_{index}_value: {value}"
+        yield f"{rule}_{index}_value: {_value_rule(property_, schema, is_lenient=not tool.is_strict)}"
+
+
+def _is_folded(tool: Tool, schema: Mapping[str, Any]) -> bool:
+    """Whether the arguments are not written out one by one, so that nothing can hold them. Raises InvalidRequest where that must be."""
+    folded = next((name for name in FOLDING_KEYWORDS if name in schema), None)
+    if folded is not None and tool.is_strict:
+        raise InvalidRequest(f"the parameters of {tool.name} use {folded}; a strict tool has properties alone", param="tools")
+    return folded is not None
 
 
 def _value_rule(schema: Any, root: Mapping[str, Any], *, is_lenient: bool) -> str:

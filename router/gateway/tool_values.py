@@ -3,21 +3,26 @@
 Knows: JSON schema as far as types go. Does not know tokens, or whether a value satisfies its schema.
 """
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
-MAX_REFERENCES = 16
+MAX_VISITED = 256
+"""Schemas looked at for one argument: references can make a small schema endless, or exponentially large."""
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 """Of other languages, whatever their case: what models write where JSON has true, false and null."""
 
 
-def find_types(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
+def find_types(schema: Any, root: Any = None) -> frozenset[str]:
     """The JSON types that a schema allows, as far as it says; an empty set where it says nothing. root: whose `#/...` are meant."""
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+    return _find_types(schema, schema if root is None else root, itertools.count())
+
+
+def _find_types(schema: Any, root: Any, visits: Iterator[int]) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or next(visits) >= MAX_VISITED:
         return frozenset()
-    root = schema if root is None else root
     given = schema.get("type")
     if isinstance(given, str):
         return frozenset({given})
@@ -28,12 +33,12 @@ def find_types(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
     if isinstance(schema.get("enum"), list):
         return frozenset(map(type_of, schema["enum"]))
     if isinstance(schema.get("$ref"), str):
-        return find_types(_follow(schema["$ref"], root), root, depth + 1)
+        return _find_types(_follow(schema["$ref"], root), root, visits)
     for union in ("anyOf", "oneOf"):
         if isinstance(schema.get(union), list):
-            return _join([find_types(branch, root, depth + 1) for branch in schema[union]])
+            return _join([_find_types(branch, root, visits) for branch in schema[union]])
     if isinstance(schema.get("allOf"), list):
-        return next((types for branch in schema["allOf"] if (types := find_types(branch, root, depth + 1))), frozenset())
+        return next((types for branch in schema["allOf"] if (types := _find_types(branch, root, visits))), frozenset())
     return frozenset()
 
 

@@ -63,6 +63,8 @@ TRANSITIONS: dict[State, dict[Tag, State]] = {
     State.VALUE: {Tag.VALUE_END: State.CALL, Tag.CALL_END: State.BLANK, **_ROLE_ENDS},
     State.ENDED: {},
 }
+PLAIN_STATES = frozenset({State.REASONING, State.CONTENT})
+"""Where everything but a tag is text, whatever it is."""
 STRICT_STATES = frozenset({State.NAME, State.CALL, State.KEY, State.GAP})
 """Where a tag without a transition makes the call malformed; in the other states it is text."""
 HOLDING_STATES = frozenset({State.NAME, State.KEY, State.GAP})
@@ -153,6 +155,11 @@ class TurnParser:
         """Take more tokens, up to the end of the turn."""
         pieces = Pieces()
         tags = self._format.tags
+        if self.state in PLAIN_STATES and tags.keys().isdisjoint(tokens):  # nearly always, and several times as fast
+            plain = pieces.reasoning if self.state is State.REASONING else pieces.content[-1]
+            plain += tokens
+            pieces.num_used = len(tokens)
+            return pieces
         for token in tokens:
             if self.state is State.ENDED:
                 break

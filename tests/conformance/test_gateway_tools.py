@@ -192,6 +192,15 @@ def test_an_answer_with_a_schema_may_be_a_call_instead(gateway: RunningGateway, 
     assert not spec.is_optional
 
 
+def test_what_of_a_schema_is_not_enforced_is_named(gateway: RunningGateway, script: FakeCluster) -> None:
+    tool = with_function(parameters={"properties": {"a": {"type": "array", "uniqueItems": True}}})
+    reply = chat(gateway, **tool, tool_choice="required")
+    assert reply.status_code == 200
+    assert "uniqueItems" in reply.headers["x-grammar-warnings"]
+    tool["tools"][0]["function"]["strict"] = True
+    assert chat(gateway, **tool).json()["error"]["param"] == "tools"
+
+
 def many(count: int) -> list[Any]:
     return [{"type": "function", "function": {"name": f"f{index}"}} for index in range(count)]
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glm_runtime.sampling.grammar import GrammarCompiler, GrammarVocabulary
+from kv_transfer.errors import InvalidRequest
 from kv_transfer.grammar import GrammarKind, GrammarSpec
 from kv_transfer.messages import FinishReason
 from router.gateway.answer import Answer
@@ -102,3 +103,13 @@ def test_only_what_is_strict_is_held_to_its_schema_where_calls_are_free() -> Non
     loose, tight = (next(line for line in text.splitlines() if line.startswith(f"tool_{index}:")) for index in (0, 1))
     assert "/[^<]+/" in loose
     assert tight == 'tool_1: "tight" tool_1_0'
+
+
+def test_what_must_be_there_is_there_and_what_is_folded_is_free() -> None:
+    hidden = {"type": "function", "function": {"name": "f", "parameters": {"required": ["x"]}}}
+    assert 'tool_0_0: <arg_key> "x" </arg_key>' in grammar_of(read_tools([hidden], "required", None))
+    folded = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}}}
+    assert "/[^<]+/" in grammar_of(read_tools([folded], "required", None))
+    folded["function"]["strict"] = True  # type: ignore[index]
+    with pytest.raises(InvalidRequest, match="strict"):
+        find_tool_grammar(read_tools([folded], "auto", None), None)

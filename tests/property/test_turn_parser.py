@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from kv_transfer.messages import FinishReason
 from router.gateway.answer import Answer, CallFormat
+from router.gateway.chat_messages import plain_message
+from router.gateway.chat_template import ChatEncoder, ChatTemplate, read_pinned_template
+from router.gateway.schema import ChatMessage
 from router.gateway.tokenizer import TextTokenizer
 from router.gateway.tool_values import ArgumentTypes
 from router.gateway.turn_parser import CALL_TAGS, ROLE_SPELLINGS, Tag
@@ -163,3 +166,26 @@ def test_what_was_written_is_read(calls: list[dict[str, Any]], cut_points: list[
     assert answer["reasoning"] == thinking
     assert [json.loads(call["arguments"]) for call in answer["calls"]] == calls
     assert answer["counts"][3] == (not calls), "content is null where there are calls alone"
+
+
+ENCODER = ChatEncoder(ChatTemplate(read_pinned_template()), TOKENIZER, control_tokens_in_text=False)
+contents = st.one_of(st.none(), plain_text.map(str.strip))
+
+
+def render(said: dict[str, Any]) -> list[int]:
+    """Tokens of a conversation that ends with what the assistant has said."""
+    messages = [{"role": "user", "content": "q"}, plain_message(ChatMessage.model_validate(said), "messages.1")]
+    return ENCODER.encode(ENCODER.render(messages, {}, is_generating=False))
+
+
+@given(plain_text, contents, st.lists(arguments, max_size=3), cuts)
+def test_a_turn_that_is_read_and_sent_back_is_rendered_as_it_was(
+    thinking: str, content: str | None, calls: list[dict[str, Any]], cut_points: list[int]
+) -> None:
+    made = [{"id": f"{index}", "function": {"name": "f", "arguments": json.dumps(call)}} for index, call in enumerate(calls)]
+    tokens = render({"role": "assistant", "reasoning_content": thinking, "content": content, "tool_calls": made})
+    turn = tokens[tokens.index(IDS["<think>"]) + 1 :]
+    answer = run(turn, cut_points, FinishReason.STOP)
+    read = [{"id": call["id"], "function": {"name": call["name"], "arguments": call["arguments"]}} for call in answer["calls"]]
+    again = {"role": "assistant", "reasoning_content": answer["reasoning"], "content": answer["content"] or None, "tool_calls": read}
+    assert render(again) == tokens

@@ -243,5 +243,10 @@ def test_types_are_found_in_a_schema(schema: Any, types: set[str]) -> None:
     assert find_types(schema, root) == types
 
 
+def test_a_schema_that_unfolds_without_end_says_nothing() -> None:
+    twice = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
+    assert find_types(twice, {"$defs": {"a": twice}}) == frozenset()
+
+
 def test_an_argument_without_a_schema_is_a_string(tokenizer: TextTokenizer) -> None:
     assert read(tokenizer, "x</think><tool_call>now<arg_key>n</arg_key><arg_value>5</arg_value></tool_call>")[2] == [("now", '{"n": "5"}')]
