@@ -58,7 +58,8 @@ class ChatEndpoint(GeneratingEndpoint):
         sampling = self._forbid_calls(self.make_sampling(request, max_tokens, len(tokens), "messages", grammar), use)
         response_id = new_response_id("chatcmpl")
         legs = self.make_legs(request, response_id, tokens, sampling)
-        calls, has_roles = use.call_format(), not request.ignore_eos
+        calls = use.call_format()
+        has_roles = not request.ignore_eos and not request.min_tokens  # as for end tokens, which workers then hold back
         answers = [self.make_answer(request, leg.sampling, think_end_id, calls=calls, has_roles=has_roles) for leg in legs]
         generation = Generation(parts.relay, legs, answers, num_choices=request.num_choices)
         return request, generation, ChatWriter(parts, request, response_id, tokens)

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from kv_transfer.grammar import GrammarSpec
 from kv_transfer.identity import unpack_tokens
@@ -117,6 +118,21 @@ def test_the_clients_helper_puts_a_stream_together(client: openai.OpenAI, script
     ]  # fmt: skip
 
 
+class City(BaseModel):
+    city: str
+    days: int | None
+
+
+def test_a_pydantic_tool_is_strict_and_its_arguments_come_back_parsed(client: openai.OpenAI, script: FakeCluster) -> None:
+    tool = openai.pydantic_function_tool(City, name="get_weather")
+    answer = client.chat.completions.parse(model="glm", messages=HI, tools=[tool], parallel_tool_calls=False)  # type: ignore[arg-type]
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == City(city="Zürich", days=3)
+    spec = told(script).sampling.grammar
+    assert spec is not None
+    assert spec.is_optional
+
+
 def test_log_probabilities_count_every_token_of_a_call(
     gateway: RunningGateway, script: FakeCluster, gateway_tokenizer: TextTokenizer
 ) -> None:
@@ -152,6 +168,15 @@ def test_stop_strings_look_at_text_alone(gateway: RunningGateway, script: FakeCl
     (choice,) = chat(gateway, stop=stop).json()["choices"]
     expected = ("Let me see.", "tool_calls") if stop == "Zürich" else ("Let me ", "stop")
     assert (choice["message"]["content"], choice["finish_reason"]) == expected
+
+
+def test_a_token_of_another_role_ends_the_answer_on_the_workers_too(
+    gateway: RunningGateway, script: FakeCluster, gateway_tokenizer: TextTokenizer
+) -> None:
+    script.model = scripted_model(gateway_tokenizer.encode_raw("x</think>a<|assistant|>b<|system|>c<|user|>"))
+    assert chat(gateway).json()["choices"][0]["message"]["content"] == "a"
+    for fields in ({"min_tokens": 2}, {"ignore_eos": True, "max_tokens": 8}):
+        assert chat(gateway, **fields).json()["choices"][0]["message"]["content"].startswith("abc")
 
 
 # -- what workers are told -------------------------------------------------------------------------------------------------
