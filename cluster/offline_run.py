@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import psutil
-from llguidance import LLTokenizer
 
 from cluster.offline_prompts import GivenPrompt
 from glm_runtime.checkpoint import check_checkpoint
@@ -26,7 +25,7 @@ from glm_runtime.weight_memory import expected_weight_bytes
 from kv_transfer.errors import ConfigError, InvalidRequest, UnsupportedParameter
 from kv_transfer.messages import FinishReason, GrammarSpec, SamplingParameters
 from router.gateway.answer import Answer, TextDelta
-from router.gateway.chat import plain_message, template_variables
+from router.gateway.chat_messages import plain_messages, template_variables
 from router.gateway.chat_template import END_OF_THINKING, START_OF_THINKING, ChatEncoder, ChatTemplate, read_pinned_template
 from router.gateway.grammar_check import check
 from router.gateway.grammar_fields import find_grammar
@@ -138,8 +137,10 @@ class OfflineRun:
         if system is not None:
             body["messages"] = [{"role": "system", "content": system}, *body["messages"]]
         request = parse_request(ChatRequest, json.dumps(body).encode())
-        messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-        tokens = self._encoder.encode(self._encoder.render(messages, template_variables(request)))
+        if request.tools:
+            raise InvalidRequest("has tools, which only the server can offer; leave them out", param="tools")
+        variables = template_variables(request.reasoning_effort, request.chat_template_kwargs)
+        tokens = self._encoder.encode(self._encoder.render(plain_messages(request.messages), variables))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         control_id = self._tokenizer.control_id
         think_end_id = find_think_end(tokens, control_id(START_OF_THINKING), control_id(END_OF_THINKING))
@@ -179,7 +180,7 @@ def _read_grammar(request: GenerationFields, think_end_id: int | None) -> Gramma
     asked = find_grammar(request)
     if asked is None:
         return None
-    reply = check(CheckRequest(asked.notation.value, asked.text, asked.is_lenient, limit_s=math.inf), LLTokenizer("byte"))
+    reply = check(CheckRequest(asked.notation.value, asked.text, asked.is_lenient, limit_s=math.inf))
     if reply.spec is None:
         raise InvalidRequest(f"{asked.param} cannot be used: {' '.join(reply.error.split())}", param=asked.param)
     return msgspec.structs.replace(reply.spec, after_token=-1 if think_end_id is None else think_end_id)

@@ -24,14 +24,23 @@ class GrammarKind(Enum):
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
     """A constraint on one output.
 
-    after_token: the constraint begins after this token has been drawn (the end of thinking); -1: with the first token.
+    after_token: the constraint begins after this token has been drawn (the end of thinking). trigger_token: it begins with this token
+    (the start of a tool call), which is its first. Whichever comes first; where both are -1 it begins with the first token.
     is_lenient: keywords of a JSON schema that cannot be enforced are left out instead of refused.
+    is_optional: the output may end before the constraint has begun.
     """
 
     kind: GrammarKind
     text: str
     after_token: int = -1
     is_lenient: bool = False
+    trigger_token: int = -1
+    is_optional: bool = False
+
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether the first token is under the constraint."""
+        return self.after_token < 0 and self.trigger_token < 0
 
     @property
     def key(self) -> bytes:
@@ -70,15 +79,15 @@ def library_text(spec: GrammarSpec) -> str:
     """The constraint as llguidance reads it. Raises ValueError for a JSON schema that is neither an object nor true."""
     match spec.kind:
         case GrammarKind.JSON_SCHEMA:
-            rules = f"start: %json {json.dumps(_with_options(json.loads(spec.text), spec.is_lenient))}"
+            rules = f"start: %json {json.dumps(with_options(json.loads(spec.text), is_lenient=spec.is_lenient))}"
         case GrammarKind.REGEX:
-            rules = f"start: /{_inside_slashes(spec.text)}/"
+            rules = f"start: /{inside_slashes(spec.text)}/"
         case GrammarKind.LARK:
             rules = spec.text
     return f"{rules}\n{_OPTIONS}\n"
 
 
-def _with_options(schema: Any, is_lenient: bool) -> dict[str, Any]:
+def with_options(schema: Any, *, is_lenient: bool) -> dict[str, Any]:
     """The schema with the options that we choose; a client's own would decide what is enforced."""
     if schema is True:
         schema = {}
@@ -87,7 +96,7 @@ def _with_options(schema: Any, is_lenient: bool) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": is_lenient, "coerce_one_of": is_lenient}}
 
 
-def _inside_slashes(regex: str) -> str:
+def inside_slashes(regex: str) -> str:
     """The regex between Lark's slashes: bare slashes and line ends are written as escapes, escapes stay what they are."""
     pieces = []
     is_escaped = False

@@ -55,6 +55,7 @@ class GrammarVocabulary:
         every = torch.arange(self.num_words * _WORD_BITS) < vocab_size
         end = torch.zeros_like(every)
         end[list(end_ids)] = True
+        self.everything = _pack(every)
         self.all_but_end = _pack(every & ~end)
         self.end_only = _pack(end)
 
@@ -125,9 +126,9 @@ class GrammarState:
     """Where one output is in its grammar. `accept` and `rollback` change it, `fill` does not; never two at a time.
 
     Before the constraint begins (thinking) every token is allowed but those that end an answer: an output that ends there would have
-    broken its promise. From then on the masks are the grammar's; where it is complete the end tokens are allowed, and where nothing else
-    can follow only they are. error: why the constraint cannot go on (too complex a place in the grammar, or a token that it does not
-    allow); the request has failed then. Until that is seen, masks allow only an end.
+    broken its promise, unless the constraint is optional. From then on the masks are the grammar's; where it is complete the end tokens
+    are allowed, and where nothing else can follow only they are. error: why the constraint cannot go on (too complex a place in the
+    grammar, or a token that it does not allow); the request has failed then. Until that is seen, masks allow only an end.
     """
 
     def __init__(self, matcher: LLMatcher, compiler: GrammarCompiler, spec: GrammarSpec) -> None:
@@ -138,7 +139,8 @@ class GrammarState:
         self._is_worn = False
         self._spec = spec
         self._num_accepted = 0
-        self._began_at: int | None = 0 if spec.after_token < 0 else None
+        self._began_at: int | None = 0 if spec.begins_at_once else None
+        self._is_triggered = False
         self._ended_at: int | None = None
         self.error: str | None = None
 
@@ -155,11 +157,14 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether the output may end here."""
-        return self.has_begun and self.error is None and self._matcher.is_accepting()
+        may_end = self._matcher.is_accepting() if self.has_begun else self._spec.is_optional
+        return may_end and self.error is None
 
     def accept(self, tokens: Sequence[int]) -> bool:
         """Take the next output tokens. False, with `error` set, at one that may not come; those before it are taken."""
         for token in tokens:
+            if self._began_at is None and self._ended_at is None and token == self._spec.trigger_token:
+                self._began_at, self._is_triggered = self._num_accepted, True
             if self.error is not None or not self._accept(token):
                 return False
             self._num_accepted += 1
@@ -201,8 +206,9 @@ class GrammarState:
         self._num_accepted -= num_tokens
         if self._ended_at is not None and self._num_accepted <= self._ended_at:
             self._ended_at = None
-        if self._began_at is not None and self._num_accepted < self._began_at:
-            self._began_at = None
+        # A trigger is the constraint's first token: without it the constraint has not begun.
+        if self._began_at is not None and self._num_accepted < self._began_at + self._is_triggered:
+            self._began_at, self._is_triggered = None, False
         num_back = num_matched - self._num_matched
         if num_back:
             is_back = self._matcher.rollback(num_back)
@@ -241,12 +247,19 @@ class GrammarState:
             if has_begun:
                 self._fill(matcher, row)
             else:
-                row.copy_(self._vocabulary.all_but_end)
+                row.copy_(self._before_it_begins)
+            has_begun = has_begun or (draft is not None and draft == self._spec.trigger_token)
             if draft is None or draft in self._vocabulary.end_ids or (has_begun and not _move_on(matcher, draft)):
                 break
             has_begun = has_begun or draft == self._spec.after_token
         self._is_worn = self._is_worn or _is_worn(matcher)
         return rows
+
+    @property
+    def _before_it_begins(self) -> Tensor:
+        if not self._spec.is_optional:
+            return self._vocabulary.all_but_end
+        return self._vocabulary.everything if self._ended_at is None else self._vocabulary.end_only
 
     def _fill(self, matcher: LLMatcher, row: Tensor) -> None:
         if self.error is None and self._ended_at is None:

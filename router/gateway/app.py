@@ -30,6 +30,7 @@ from router.gateway.sampling import describe_model
 from router.gateway.status import describe_status
 from router.gateway.status_page.assets import ASSETS, Asset
 from router.gateway.surface import GatewayParts
+from router.gateway.token_endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.tokenizer import TextTokenizer
 from router.service import DirectoryAddress, RouterService
 
@@ -110,6 +111,8 @@ def _make_app(gateway: Gateway) -> ASGIApp:
     app = FastAPI(lifespan=gateway.lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.append(Route("/v1/chat/completions", ChatEndpoint(gateway.parts), methods=["POST"]))
     app.router.routes.append(Route("/v1/completions", CompletionEndpoint(gateway.parts), methods=["POST"]))
+    app.router.routes.append(Route("/tokenize", TokenizeEndpoint(gateway.parts), methods=["POST"]))
+    app.router.routes.append(Route("/detokenize", DetokenizeEndpoint(gateway.parts), methods=["POST"]))
     _add_cold_routes(app, gateway)
     for asset in ASSETS:
         _add_asset(app, asset)

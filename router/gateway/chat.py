@@ -1,28 +1,34 @@
 """POST /v1/chat/completions.
 
-Knows: messages, effort, thinking and the chat objects. Does not know how an answer is driven (`surface.py`).
+Knows: in which order a chat is checked, and the chat objects. Does not know messages (`chat_messages.py`), tools (`tools.py`), or how an
+answer is driven (`surface.py`).
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kv_transfer.errors import InvalidRequest, UnsupportedParameter
+from kv_transfer.errors import UnsupportedParameter
+from kv_transfer.messages import GrammarSpec, SamplingParameters
 from router.gateway import sse
 from router.gateway.answer import TextDelta
-from router.gateway.chat_template import END_OF_THINKING, RESERVED_VARIABLES, START_OF_THINKING
+from router.gateway.chat_messages import plain_messages, template_variables
+from router.gateway.chat_template import END_OF_THINKING, START_OF_THINKING
 from router.gateway.exchange import Exchange
 from router.gateway.generation import Generation
+from router.gateway.grammar_fields import find_grammar
 from router.gateway.logprobs import chat_logprobs, prompt_logprobs
 from router.gateway.reasoning import find_think_end
-from router.gateway.sampling import check_context, check_prompt_bytes
-from router.gateway.schema import ChatMessage, ChatRequest, ContentPart, ToolCall, parse_request
+from router.gateway.sampling import check_context
+from router.gateway.schema import ChatRequest, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
+from router.gateway.tool_grammar import find_tool_grammar
+from router.gateway.tools import ToolChoice, ToolUse, read_tools
+from router.gateway.turn_parser import CALL_TAGS, CallDelta, Tag
 
-EFFORT_LEVELS = {"none": "low", "minimal": "low", "low": "low", "medium": "high", "high": "high"}
-"""OpenAI's levels in the template's words; the others, and none at all, are its maximum."""
+NEVER = -100.0
+"""Bias of a token that is not to be drawn; OpenAI's word for it."""
 
 
 class ChatEndpoint(GeneratingEndpoint):
@@ -35,30 +41,48 @@ class ChatEndpoint(GeneratingEndpoint):
         parts.model.check_name(request.model)
         self.note_ignored(exchange, request)
         self.check_choices(1, request)
-        grammar = await self.check_grammar(exchange, request)
+        use = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        self._check_vocabulary(use)
+        answer_grammar = find_grammar(request)
+        grammar = await self.check_grammar(exchange, request, find_tool_grammar(use, answer_grammar))
         parts.relay.admit(request.num_choices)
-        messages = [plain_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-        variables = template_variables(request)
-        limit = parts.context_tokens
-        tokens = await self.tokenise(len(body), lambda: self._encode(messages, variables, limit))
+        messages = plain_messages(request.messages)
+        variables = template_variables(request.reasoning_effort, request.chat_template_kwargs)
+        tokens = await self.tokenise(len(body), lambda: parts.encode_chat(messages, variables, use.definitions))
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        max_tokens = check_context(len(tokens), asked, limit, "messages")
+        max_tokens = check_context(len(tokens), asked, parts.context_tokens, "messages")
         control_id = parts.tokenizer.control_id
         think_end_id = find_think_end(tokens, control_id(START_OF_THINKING), control_id(END_OF_THINKING))
-        if grammar is not None and think_end_id is not None:
-            grammar = msgspec.structs.replace(grammar, after_token=think_end_id)
-        sampling = self.make_sampling(request, max_tokens, len(tokens), "messages", grammar)
+        if grammar is not None:
+            grammar = self._place(grammar, use, think_end_id, is_optional=use.choice is ToolChoice.AUTO and answer_grammar is None)
+        sampling = self._forbid_calls(self.make_sampling(request, max_tokens, len(tokens), "messages", grammar), use)
         response_id = new_response_id("chatcmpl")
         legs = self.make_legs(request, response_id, tokens, sampling)
-        answers = [self.make_answer(request, leg.sampling, think_end_id) for leg in legs]
+        calls = use.call_format()
+        has_roles = not request.ignore_eos and not request.min_tokens  # as for end tokens, which workers then hold back
+        answers = [self.make_answer(request, leg.sampling, think_end_id, calls=calls, has_roles=has_roles) for leg in legs]
         generation = Generation(parts.relay, legs, answers, num_choices=request.num_choices)
         return request, generation, ChatWriter(parts, request, response_id, tokens)
 
-    def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any], limit_tokens: int) -> list[int]:
-        rendered = self.parts.chat_encoder.render(messages, variables)
-        num_bytes = sum(len(part.encode()) for part in rendered if isinstance(part, str))
-        check_prompt_bytes(num_bytes, self.parts.tokenizer.max_token_bytes, limit_tokens, "messages")
-        return self.parts.chat_encoder.encode(rendered)
+    def _check_vocabulary(self, use: ToolUse) -> None:
+        if use.tools and any(self.parts.tokenizer.control_id(tag.value) is None for tag in CALL_TAGS):
+            raise UnsupportedParameter("the model's vocabulary has no tags for tool calls", param="tools")
+
+    def _place(self, grammar: GrammarSpec, use: ToolUse, think_end_id: int | None, *, is_optional: bool) -> GrammarSpec:
+        """Where the grammar begins: after thinking, or with a call, which ends thinking too. is_optional: the model may choose text."""
+        trigger_id = -1 if use.choice is ToolChoice.NONE else self.parts.tokenizer.control_ids[Tag.CALL_START.value]
+        if is_optional:
+            return msgspec.structs.replace(grammar, trigger_token=trigger_id, is_optional=True)
+        if think_end_id is None:
+            return grammar
+        return msgspec.structs.replace(grammar, after_token=think_end_id, trigger_token=trigger_id)
+
+    def _forbid_calls(self, sampling: SamplingParameters, use: ToolUse) -> SamplingParameters:
+        """With `tool_choice: none` the prompt keeps its tools, and with them its cached prefix; the model is kept from calling."""
+        if not use.tools or use.choice is not ToolChoice.NONE:
+            return sampling
+        bias = {**dict(sampling.logit_bias), self.parts.tokenizer.control_ids[Tag.CALL_START.value]: NEVER}
+        return msgspec.structs.replace(sampling, logit_bias=tuple(sorted(bias.items())))
 
 
 class ChatWriter(AnswerWriter):
@@ -102,8 +126,11 @@ class ChatWriter(AnswerWriter):
         if delta.reasoning:
             data += self._chunks.reasoning(index, delta.reasoning, told, usage)
             told = None
-        if delta.content or (told is not None and delta.finish_reason is None):
+        if delta.content or (told is not None and delta.finish_reason is None and not delta.calls):
             data += self._chunks.content(index, delta.content, told, usage)
+            told = None
+        for call in delta.calls:
+            data += self._chunks.call(index, call_object(call), told, usage)
             told = None
         if delta.finish_reason is not None:
             data += self._chunks.finish(index, delta.finish_reason, told, usage)
@@ -134,66 +161,27 @@ class ChatWriter(AnswerWriter):
         content = "".join([delta.content for delta in deltas]) if answer.has_content else None
         message: dict[str, Any] = {"role": "assistant", "content": content}
         message.update(dict.fromkeys(self._fields, "".join([delta.reasoning for delta in deltas])))
+        calls = [call for delta in deltas for call in delta.calls]
+        if calls:
+            message["tool_calls"] = whole_calls(calls)
         told = self._logprobs(deltas) if self._has_logprobs else None
         return {"index": index, "message": message, "logprobs": told, "finish_reason": answer.finish_reason}
 
 
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """The template's variables: the mapped effort, and whatever the client passes raw, which wins."""
-    variables: dict[str, Any] = {}
-    effort = EFFORT_LEVELS.get(request.reasoning_effort or "")
-    if effort is not None:
-        variables["reasoning_effort"] = effort
-    for name, value in (request.chat_template_kwargs or {}).items():
-        if name in RESERVED_VARIABLES:
-            raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
-        variables[name] = value
-    return variables
+def call_object(call: CallDelta) -> dict[str, Any]:
+    """An entry of `delta.tool_calls`: the first of a call has its id and name, the others more arguments."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
 
 
-def plain_message(message: ChatMessage, path: str) -> dict[str, Any]:
-    """A message as the template wants it. Raises InvalidRequest, UnsupportedParameter."""
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": _plain_content(message, path)}
-    if role == "tool":
-        plain["tool_call_id"] = message.tool_call_id
-    if role == "assistant":
-        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-        if reasoning is not None:
-            plain["reasoning_content"] = reasoning
-        if message.tool_calls:
-            plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls.{index}") for index, call in enumerate(message.tool_calls)]
-    return plain
-
-
-def _plain_content(message: ChatMessage, path: str) -> str | None:
-    """Text parts as one string: the template would join them without a seam, and a control spelling could hide in the seam."""
-    content = message.content
-    if content is None:
-        if message.role != "assistant":
-            raise InvalidRequest(f"a {message.role} message needs content", param=f"{path}.content")
-        return None
-    if isinstance(content, str):
-        return content
-    return "".join(_part_text(part, f"{path}.content.{index}") for index, part in enumerate(content))
-
-
-def _part_text(part: ContentPart, path: str) -> str:
-    if part.type != "text":
-        raise UnsupportedParameter(f"content parts of type {part.type[:32]!r} are not supported; send text", param=f"{path}.type")
-    if part.text is None:
-        raise InvalidRequest("a text part needs text", param=f"{path}.text")
-    return part.text
-
-
-def _plain_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """A tool call of the history; the template wants its arguments as an object."""
-    arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None  # type: ignore[assignment]
-    if not isinstance(arguments, dict):
-        raise InvalidRequest("arguments must be a JSON object", param=f"{path}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """`message.tool_calls`, of all pieces of one choice."""
+    calls = [{"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": ""}} for call in deltas if call.name]
+    texts: list[list[str]] = [[] for _ in calls]
+    for delta in deltas:
+        texts[delta.index].append(delta.arguments)
+    for call, pieces in zip(calls, texts, strict=True):
+        call["function"]["arguments"] = "".join(pieces)  # type: ignore[index]
+    return calls

@@ -40,10 +40,20 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(source)
 
-    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """The prompt's text up to the point where the assistant begins. Raises InvalidRequest when the template cannot take it."""
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        is_generating: bool = True,
+    ) -> str:
+        """The prompt's text, up to the point where the assistant begins if it is_generating. Raises InvalidRequest when the template
+        cannot take it.
+        """
+        fixed = {"messages": messages, "tools": tools or None, "add_generation_prompt": is_generating}
         try:
-            return self._template.render({**variables, "messages": messages, "tools": None, "add_generation_prompt": True})
+            return self._template.render({**variables, **fixed})
         except (TemplateError, TypeError, AttributeError, KeyError) as error:
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", param="messages") from None
 
@@ -59,16 +69,23 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._control_tokens_in_text = control_tokens_in_text
 
-    def render(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> list[str | int]:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        is_generating: bool = True,
+    ) -> list[str | int]:
         """The prompt as runs of text and ids of control tokens between them. Raises InvalidRequest."""
         if self._control_tokens_in_text:
-            return self._split(self._template.render(messages, variables))
+            return self._split(self._template.render(messages, variables, tools, is_generating=is_generating))
         messages = [_split_history_reasoning(message) for message in messages]
-        guard = self._choose_guard([*_texts(messages), *_texts(variables)])
+        guard = self._choose_guard([*_texts(messages), *_texts(variables), *_texts(tools)])
         if not guard:
-            return self._split(self._template.render(messages, variables))
-        guarded, guarded_variables = (_map_texts(value, lambda text: self._break_up(text, guard)) for value in (messages, variables))
-        parts = self._split(self._template.render(guarded, guarded_variables))
+            return self._split(self._template.render(messages, variables, tools, is_generating=is_generating))
+        said, given, offered = (_map_texts(value, lambda text: self._break_up(text, guard)) for value in (messages, variables, tools))
+        parts = self._split(self._template.render(said, given, offered, is_generating=is_generating))
         return [part.replace(guard, "") if isinstance(part, str) else part for part in parts]
 
     def encode(self, parts: Sequence[str | int]) -> list[int]:

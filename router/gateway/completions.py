@@ -14,6 +14,7 @@ from router.gateway.answer import TextDelta
 from router.gateway.detokeniser import Detokeniser
 from router.gateway.exchange import Exchange
 from router.gateway.generation import Generation
+from router.gateway.grammar_fields import find_grammar
 from router.gateway.logprobs import CompletionLogprobs, join_completion_logprobs, prompt_logprobs
 from router.gateway.sampling import check_context, check_prompt_bytes
 from router.gateway.schema import CompletionRequest, parse_prompts, parse_request
@@ -32,7 +33,7 @@ class CompletionEndpoint(GeneratingEndpoint):
         self.note_ignored(exchange, request)
         prompts = parse_prompts(request.prompt)
         self.check_choices(len(prompts), request)
-        grammar = await self.check_grammar(exchange, request)
+        grammar = await self.check_grammar(exchange, request, find_grammar(request))
         asked = parts.config.completions_default_max_tokens if request.max_tokens is None else request.max_tokens
         if asked == 0 and not request.echo:
             raise InvalidRequest("max_tokens is 0, so nothing would be answered; ask for at least 1 or set echo", param="max_tokens")

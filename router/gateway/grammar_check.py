@@ -5,6 +5,8 @@ of a large number). Reads requests from standard input, answers each on standard
 than the request's limit, or more memory than MAX_MEMORY_BYTES, ends the process; its owner (`grammar_checker.py`) starts another.
 """
 
+import functools
+import json
 import resource
 import signal
 import sys
@@ -16,18 +18,41 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from kv_transfer.grammar import PARSER_LIMITS, GrammarKind, GrammarSpec, library_text
 from router.gateway.grammar_frames import CheckReply, CheckRequest, frame, read_frame
+from router.gateway.turn_parser import CALL_TAGS
 
 MAX_MEMORY_BYTES = 1 << 30
 NO_ANSWER = "no text matches it"
+CALLS = "calls"
+"""The notation of grammars that the gateway has written: they alone know the tags of tool calls."""
 
 
-def check(request: CheckRequest, tokenizer: Any) -> CheckReply:
+@functools.cache
+def byte_tokenizer() -> Any:
+    """Single bytes, without any control token that a client's grammar could name."""
+    return LLTokenizer("byte")
+
+
+@functools.cache
+def call_tokenizer() -> Any:
+    """Printable bytes and the tags of tool calls."""
+    characters = [chr(code) for code in (*range(ord("!"), ord("~") + 1), 0x120, 0x10A)]  # GPT-2 writes blank and line end so
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    spellings = ["<end>", *(tag.value for tag in CALL_TAGS)]
+    added = [{"id": len(characters) + place, "content": text, **plain} for place, text in enumerate(spellings)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": {character: place for place, character in enumerate(characters)}, "merges": []}
+    tree = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
+    return LLTokenizer(json.dumps(tree), eos_token=len(characters))
+
+
+def check(request: CheckRequest) -> CheckReply:
     """Compile a grammar and look at its first mask, over single bytes: what leads nowhere there does so with any vocabulary."""
     limits = LLParserLimits(**PARSER_LIMITS)  # type: ignore[arg-type]
     try:
+        tokenizer = call_tokenizer() if request.notation == CALLS else byte_tokenizer()
         spec = _read(request)
         text = library_text(spec)
-        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits)
+        is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, tokenizer, limits=limits)
         if is_wrong:
             return CheckReply("; ".join(messages))
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
@@ -42,6 +67,8 @@ def check(request: CheckRequest, tokenizer: Any) -> CheckReply:
 
 
 def _read(request: CheckRequest) -> GrammarSpec:
+    if request.notation == CALLS:
+        return GrammarSpec(GrammarKind.LARK, request.text)
     if request.notation == "grammar":
         return GrammarSpec(GrammarKind.LARK, any_to_lark(request.text))
     return GrammarSpec(GrammarKind(request.notation), request.text, is_lenient=request.is_lenient)
@@ -52,13 +79,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who closes the input
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = LLTokenizer("byte")
     decoder, encoder = msgspec.msgpack.Decoder(CheckRequest), msgspec.msgpack.Encoder()
     while (body := read_frame(sys.stdin.buffer)) is not None:
         request = decoder.decode(body)
         # The default action of SIGALRM ends the process whatever native code it is in.
         signal.setitimer(signal.ITIMER_REAL, request.limit_s)
-        reply = check(request, tokenizer)
+        reply = check(request)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         sys.stdout.buffer.write(frame(encoder.encode(reply)))
         sys.stdout.buffer.flush()

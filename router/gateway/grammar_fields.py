@@ -75,11 +75,12 @@ FIELD_NAMES = frozenset(
 
 @unique
 class Notation(Enum):
-    """How a client's text is to be read. GRAMMAR: Lark, or GBNF (llama.cpp's and xgrammar's EBNF)."""
+    """How a text is to be read. GRAMMAR: Lark, or GBNF (llama.cpp's and xgrammar's EBNF). CALLS: our own, with tags as special tokens."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     GRAMMAR = "grammar"
+    CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ class GenerationFields(GrammarFields):
 
 
 class ChatRequest(GenerationFields):
+    """tools and tool_choice are checked by `tools.read_tools`: tools stay in the client's own order, which the template prints."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -116,6 +118,9 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: LogprobsCount | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def num_logprobs(self) -> int:
@@ -167,17 +172,23 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "web_search_options": (None,),
 }
-"""Parameters that we know and do not support yet, with the values that leave the answer as it is."""
+"""Parameters that we know and do not support (there), with the values that leave the answer as it is. Tools are for chats alone."""
 
 RequestT = TypeVar("RequestT", bound=GenerationFields)
+ModelT = TypeVar("ModelT", bound=OpenModel)
+
+
+def parse_model(model_type: type[ModelT], body: bytes) -> ModelT:
+    """Validate a body by its type alone. Raises InvalidRequest that names the field."""
+    try:
+        return model_type.model_validate_json(body)
+    except ValidationError as error:
+        raise _explain(error, _FIELD_NAMES | frozenset(model_type.model_fields)) from None
 
 
 def parse_request(request_type: type[RequestT], body: bytes) -> RequestT:
     """Validate a body. Raises InvalidRequest that names the field, UnsupportedParameter for what would change the answer."""
-    try:
-        request = request_type.model_validate_json(body)
-    except ValidationError as error:
-        raise _explain(error) from None
+    request = parse_model(request_type, body)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options are for streams; set stream to true or leave them out", param="stream_options")
     _check_together(request)
@@ -238,12 +249,12 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return any(item is _ANY or (value == item and isinstance(value, bool) == isinstance(item, bool)) for item in neutral)
 
 
-def _explain(error: ValidationError) -> InvalidRequest:
+def _explain(error: ValidationError, names: frozenset[str]) -> InvalidRequest:
     """One sentence about the deepest mistake: of a union's branches, that is the one the client meant."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     if details[0]["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}", body="malformed")
-    paths = [_field_path(detail["loc"]) for detail in details]
+    paths = [_field_path(detail["loc"], names) for detail in details]
     if not any(paths):
         return InvalidRequest("the body must be a JSON object")
     deepest = max(paths, key=len)
@@ -252,9 +263,9 @@ def _explain(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{name}: {'; or: '.join(reasons)}", param=name)
 
 
-def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def _field_path(location: tuple[int | str, ...], names: frozenset[str]) -> tuple[int | str, ...]:
     """The location without the names of union branches, which mean nothing to a client."""
-    return tuple(part for part in location if isinstance(part, int) or part in _FIELD_NAMES)
+    return tuple(part for part in location if isinstance(part, int) or part in names)
 
 
 _FIELD_NAMES = (

@@ -84,6 +84,10 @@ class ChatChunks(_Chunks):
         """More of the answer."""
         return self._delta(index, b'{"content":' + _json(text) + b"}", logprobs, usage)
 
+    def call(self, index: int, call: dict[str, Any], logprobs: Any, usage: dict[str, Any] | None) -> bytes:
+        """More of one tool call."""
+        return self._delta(index, b'{"tool_calls":[' + _json(call) + b"]}", logprobs, usage)
+
     def finish(self, index: int, finish_reason: str, logprobs: Any, usage: dict[str, Any] | None) -> bytes:
         """The last chunk of a choice."""
         return self._delta(index, b"{}", logprobs, usage, _json(finish_reason))

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -21,16 +22,16 @@ from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import LogprobsMode, SamplingParameters
 from router.config import GatewayConfig
 from router.gateway import sse
-from router.gateway.answer import Answer, TextDelta
+from router.gateway.answer import Answer, CallFormat, TextDelta
 from router.gateway.chat_template import ChatEncoder
 from router.gateway.errors import error_body
 from router.gateway.exchange import ClientGone, Exchange
 from router.gateway.generation import Generation
 from router.gateway.grammar_checker import GrammarChecker
-from router.gateway.grammar_fields import find_grammar
+from router.gateway.grammar_fields import AskedGrammar
 from router.gateway.logprobs import TokenTexts
 from router.gateway.metrics import GatewayMetrics
-from router.gateway.sampling import ServedModel, check_prompt_logprobs, choice_seed, make_sampling, tokenise_bad_words
+from router.gateway.sampling import ServedModel, check_prompt_bytes, check_prompt_logprobs, choice_seed, make_sampling, tokenise_bad_words
 from router.gateway.schema import GenerationFields, find_ignored_fields
 from router.gateway.tokenizer import TextTokenizer
 from router.relay import Relay
@@ -66,6 +67,20 @@ class GatewayParts:
         """Longest prompt + output: the checkpoint's, or less when the workers say less."""
         announced = self.relay.registry.max_model_len_tokens()
         return min(self.model.max_model_len_tokens, announced) if announced else self.model.max_model_len_tokens
+
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]],
+        *,
+        is_generating: bool = True,
+    ) -> list[int]:
+        """Prompt tokens of a chat. Raises PromptTooLong before time is spent on a text that cannot fit, InvalidRequest."""
+        rendered = self.chat_encoder.render(messages, variables, tools, is_generating=is_generating)
+        num_bytes = sum(len(part.encode()) for part in rendered if isinstance(part, str))
+        check_prompt_bytes(num_bytes, self.tokenizer.max_token_bytes, self.context_tokens, "messages")
+        return self.chat_encoder.encode(rendered)
 
 
 class AnswerWriter(ABC):
@@ -187,12 +202,18 @@ class GeneratingEndpoint(ABC):
         )
 
     async def tokenise(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
-        """Run `encode` here, or on a thread when the text is so long that every stream would wait for it."""
-        if num_characters < self.parts.config.tokenize_inline_below_characters:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(None, encode)
+        """See the function of that name."""
+        return await tokenise(self.parts, num_characters, encode)
 
-    def make_answer(self, request: GenerationFields, sampling: SamplingParameters, think_end_id: int | None) -> Answer:
+    def make_answer(
+        self,
+        request: GenerationFields,
+        sampling: SamplingParameters,
+        think_end_id: int | None,
+        *,
+        calls: CallFormat | None = None,
+        has_roles: bool = False,
+    ) -> Answer:
         """The text side of one choice."""
         return Answer(
             self.parts.tokenizer,
@@ -200,6 +221,8 @@ class GeneratingEndpoint(ABC):
             end_ids=frozenset(sampling.stop_token_ids),
             think_end_id=think_end_id,
             min_tokens=sampling.min_tokens,
+            calls=calls,
+            has_roles=has_roles,
         )
 
     def check_choices(self, num_prompts: int, request: GenerationFields) -> None:
@@ -210,9 +233,8 @@ class GeneratingEndpoint(ABC):
         if num_prompts * request.num_choices > limit:
             raise InvalidRequest(f"{num_prompts} x {request.num_choices} answers in one request; at most {limit}", param="n")
 
-    async def check_grammar(self, exchange: Exchange, request: GenerationFields) -> GrammarSpec | None:
+    async def check_grammar(self, exchange: Exchange, request: GenerationFields, asked: AskedGrammar | None) -> GrammarSpec | None:
         """What the answer must look like. Raises InvalidRequest that names the field; what is not enforced is named in a header."""
-        asked = find_grammar(request)
         if asked is None:
             return None
         if request.ignore_eos:
@@ -251,6 +273,13 @@ class GeneratingEndpoint(ABC):
             )
             legs.append(self.make_request(f"{name}-{choice}" if choice else name, tokens, own, request.cache_salt))
         return legs
+
+
+async def tokenise(parts: GatewayParts, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    """Run `encode` here, or on a thread when the text is so long that every stream would wait for it."""
+    if num_characters < parts.config.tokenize_inline_below_characters:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(None, encode)
 
 
 def new_response_id(prefix: str) -> str:

@@ -108,3 +108,67 @@ def test_a_bad_schema_is_a_400(cluster: RunningCluster) -> None:
     reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "guided_json"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "set_light",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "room": {"type": "string", "enum": ["kitchen", "hall"]},
+                "level": {"type": "integer", "minimum": 0, "maximum": 100},
+                "is_on": {"type": "boolean"},
+                "label": {"type": "string", "maxLength": 6},
+            },
+            "required": ["room", "level", "is_on", "label"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+STRICT_TOOL = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [TOOL], "tool_choice": "required"},
+        # Left free, the model would not call here: a bias makes it begin, and from there on the schema holds.
+        {"tools": [STRICT_TOOL], "logit_bias": {str(TOKENIZER.control_ids["<tool_call>"]): 100}},
+    ],
+    ids=["required", "strict"],
+)
+def test_a_call_satisfies_its_schema_streamed_and_not(cluster: RunningCluster, fields: dict[str, Any]) -> None:
+    request: dict[str, Any] = {
+        "model": "glm", "messages": [{"role": "user", "content": "Light."}], "parallel_tool_calls": False, "temperature": 0,
+        "max_tokens": 1000, "reasoning_effort": "low", **fields,
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        (whole,) = client.chat.completions.create(**request).choices
+        pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**request, stream=True) if chunk.choices]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "set_light"
+    jsonschema.validate(json.loads(call.function.arguments), TOOL["function"]["parameters"])  # type: ignore[index]
+    streamed = [entry.function for piece in pieces for entry in piece.delta.tool_calls or ()]
+    assert "".join(function.arguments for function in streamed) == call.function.arguments
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
+def test_the_model_calls_a_tool_by_itself(cluster: RunningCluster) -> None:
+    """The shipped model has learnt to: thinking, then one call with the city of the question."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"type": "function", "function": {"name": "get_weather", "description": "Get the weather in a city", "parameters": city}}
+    request: dict[str, Any] = {
+        "model": "glm", "messages": [{"role": "user", "content": "Is it cold in Havana?"}], "tools": [weather], "temperature": 0,
+        "max_tokens": 200,
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        (choice,) = client.chat.completions.create(**request).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert set(json.loads(call.function.arguments)) == {"city"}

@@ -206,7 +206,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"max_tokens": "many"}, "invalid_request", "max_tokens"),
     ({"max_tokens": 8192}, "context_length_exceeded", "messages"),
     ({"temperature": -1}, "invalid_request", "temperature"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
+    ({"tools": [{"type": "web_search"}]}, "unsupported_parameter", "tools.0.type"),
     ({"top_logprobs": 3}, "invalid_request", "top_logprobs"),
     ({"n": 129}, "invalid_request", "n"),
     ({"best_of": 2}, "unsupported_parameter", "best_of"),

@@ -14,10 +14,17 @@ CHARACTERS = string.ascii_lowercase + string.digits + string.ascii_uppercase[:12
 THINK_END, END = 48, 49
 VOCAB_SIZE = 50
 
-TOY_GRAMMARS = tuple(
-    GrammarSpec(GrammarKind.REGEX, regex, after_token)
-    for regex in ("([a-f]{2}[0-3])*", "(ab|ba|c[0-9]{3}){2,9}", "[a-z]{3,30}")
-    for after_token in (-1, THINK_END)
+TOY_GRAMMARS = (
+    *(
+        GrammarSpec(GrammarKind.REGEX, regex, after_token)
+        for regex in ("([a-f]{2}[0-3])*", "(ab|ba|c[0-9]{3}){2,9}", "[a-z]{3,30}")
+        for after_token in (-1, THINK_END)
+    ),
+    # As tool calls begin: with their own tag, which the model may leave out if it likes.
+    *(
+        GrammarSpec(GrammarKind.LARK, "start: </think> /([a-f]{2}[0-3])*/", trigger_token=THINK_END, is_optional=is_optional)
+        for is_optional in (False, True)
+    ),
 )
 
 

@@ -67,6 +67,7 @@ def test_without_a_limit_an_answer_is_short_and_fits(run: OfflineRun) -> None:
         ({"messages": [{"role": "user", "content": "x"}]}, {"is_raw": True}, "leave --raw out"),
         ({"prompt": "x"}, {"is_raw": True, "system": "y"}, "leave --system out"),
         ({"messages": []}, {}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {}, "only the server can offer"),
         ({"prompt": "x"}, {"is_raw": True, "max_tokens": 0}, "at least 1"),
     ],
 )

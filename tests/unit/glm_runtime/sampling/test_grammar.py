@@ -260,3 +260,47 @@ def test_a_state_of_a_kept_grammar_is_its_own(compiler: GrammarCompiler) -> None
     assert first.accept(TOKENIZER.encode_runs(["a/1"])[0])
     assert isinstance(second, GrammarState)
     assert allowed(second.masks()[0]) == by_brute_force(DIGIT_WORDS, b"")
+
+
+CALL_START = TOKENIZER.control_ids["<tool_call>"]
+CALL = "start: <tool_call> /[ab]{2}/ </tool_call>"
+
+
+@pytest.mark.parametrize("is_optional", [False, True])
+def test_a_trigger_begins_the_constraint_and_is_its_first_token(compiler: GrammarCompiler, is_optional: bool) -> None:
+    spec = GrammarSpec(GrammarKind.LARK, CALL, trigger_token=CALL_START, is_optional=is_optional)
+    state = compiler.start(spec)
+    thinking = TOKENIZER.encode_runs(["hm a"])[0]
+    tokens = [*thinking, CALL_START, *TOKENIZER.encode_runs(["ab"])[0], TOKENIZER.control_ids["</tool_call>"], END_IDS[0]]
+    before = set(range(VOCAB_SIZE)) - (set() if is_optional else set(END_IDS))
+    rows = state.masks(tokens)
+    fresh = []
+    for place, token in enumerate(tokens):
+        assert torch.equal(rows[place], state.masks()[0]), "drafts see what tokens see"
+        assert (allowed(rows[place]) == before) == (place <= len(thinking))
+        assert state.is_complete == (is_optional and place <= len(thinking)) or place == len(tokens) - 1
+        fresh.append(state.masks()[0])
+        assert state.accept([token])
+    for kept in range(len(tokens)):
+        state.rollback(state.num_accepted - kept)
+        assert state.has_begun == (kept > len(thinking))
+        assert torch.equal(state.masks()[0], fresh[kept])
+        assert state.accept(tokens[kept:])
+
+
+def test_an_optional_constraint_lets_the_answer_end(compiler: GrammarCompiler) -> None:
+    state = compiler.start(GrammarSpec(GrammarKind.LARK, CALL, trigger_token=CALL_START, is_optional=True))
+    assert state.accept([5, END_IDS[1]])
+    assert allowed(state.masks()[0]) == set(END_IDS)
+    assert not state.accept([CALL_START]), "nothing but an end follows an end"
+    assert not compiler.start(GrammarSpec(GrammarKind.LARK, CALL, trigger_token=CALL_START)).accept([5, END_IDS[1]])
+
+
+def test_thinking_ends_with_a_call_or_its_own_tag(compiler: GrammarCompiler) -> None:
+    spec = GrammarSpec(GrammarKind.LARK, CALL, THINK_END, trigger_token=CALL_START)
+    for tokens in ([5, CALL_START], [5, THINK_END, CALL_START]):
+        state = compiler.start(spec)
+        assert state.accept(tokens)
+        assert state.has_begun
+        assert allowed(state.masks()[0]) == allowed(compiler.start(GrammarSpec(GrammarKind.REGEX, "[ab]{2}")).masks()[0])
+    assert not compiler.start(spec).accept([THINK_END, 5])

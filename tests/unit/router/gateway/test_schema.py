@@ -108,7 +108,16 @@ def test_nan_is_refused() -> None:
     assert caught.value.param == "temperature"
 
 
-@pytest.mark.parametrize("name", sorted(set(NEUTRAL_VALUES) - {"parallel_tool_calls"}))
+TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+
+
+def test_a_completion_has_no_tools() -> None:
+    for field in ({"tools": ["something"]}, {"tool_choice": "required"}):
+        with pytest.raises(UnsupportedParameter):
+            parse_request(CompletionRequest, json.dumps({"model": "glm", "prompt": "a", **field}).encode())
+
+
+@pytest.mark.parametrize("name", sorted(set(NEUTRAL_VALUES) - TOOL_FIELDS))
 def test_known_parameters_are_taken_with_values_that_change_nothing_and_refused_otherwise(name: str) -> None:
     for value in NEUTRAL_VALUES[name]:
         assert find_ignored_fields(chat(**{name: value})) == []
