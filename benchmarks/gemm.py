@@ -7,6 +7,7 @@ timed at the same shapes with the same threads. Minima of single calls: a busy m
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TypeVar
 
@@ -65,10 +66,10 @@ def _decode_rows(name: str, weight: Tensor, bandwidth: float, seconds: float) ->
     for num_rows in DECODE_ROWS:
         x = torch.randn(num_rows, weight.shape[1])
         for kind, left, weights in (("bf16 x bf16", x.bfloat16(), packed), ("fp32 x bf16", x, packed), ("fp32 x fp32", x, wide)):
-            rate = weights[0].panels.nbytes / _best(lambda one, left=left: native.linear(left, one), weights, seconds)
+            rate = weights[0].panels.nbytes / _best(partial(native.linear, left), weights, seconds)
             peer, goal = None, SHARE_GOALS[num_rows] if kind == "bf16 x bf16" else None
             if goal is not None:
-                peer = weight.nbytes / _best(lambda one, left=left: by_torch.linear(left, one), plain, seconds) / bandwidth * 100
+                peer = weight.nbytes / _best(partial(by_torch.linear, left), plain, seconds) / bandwidth * 100
             found.append(_row(f"{name} {kind}, {num_rows} rows", rate / bandwidth * 100, "% of read", goal, peer))
     return found
 
@@ -80,8 +81,8 @@ def _prefill_rows(name: str, weight: Tensor, seconds: float) -> list[Row]:
         x = torch.randn(num_rows, weight.shape[1])
         operations = 2 * num_rows * weight.numel()
         for dtype, left, plain in (("bf16", x.bfloat16(), weight), ("fp32", x, weight.float())):
-            rate = operations / _best(lambda one, left=left: native.linear(left, one), [packed], seconds) / 1e9
-            peer = operations / _best(lambda one, left=left: by_torch.linear(left, one), [plain], seconds) / 1e9
+            rate = operations / _best(partial(native.linear, left), [packed], seconds) / 1e9
+            peer = operations / _best(partial(by_torch.linear, left), [plain], seconds) / 1e9
             found.append(_row(f"{name} {dtype} x bf16, {num_rows} rows", rate, "GFLOP/s", FLOP_GOALS[dtype], peer))
     return found
 
@@ -115,9 +116,10 @@ def _experts_call(x: Tensor, chosen: Tensor, gates: Tensor) -> Callable[[tuple[P
 
 def _pack_fp32(weight: Tensor) -> PackedMatrix:
     """As weights that no bf16 holds are packed."""
-    panels = empty_panels(1, *weight.shape, torch.float32)
+    num_outputs, num_inner = weight.shape
+    panels = empty_panels(1, num_outputs, num_inner, torch.float32)
     pack_into(panels[0], weight.float())
-    return PackedMatrix(panels, *weight.shape)
+    return PackedMatrix(panels, num_outputs, num_inner)
 
 
 def _row(what: str, value: float, unit: str, goal: float | None, peer: float | None) -> Row:

@@ -84,7 +84,9 @@ def train_tokenizer() -> tuple[Any, int]:
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
     tokenizer.add_special_tokens(["<end>"])
-    return tokenizer, tokenizer.token_to_id("<end>")
+    end = tokenizer.token_to_id("<end>")
+    assert end is not None
+    return tokenizer, end
 
 
 def _corpus() -> Iterator[str]:

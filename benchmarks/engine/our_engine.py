@@ -148,10 +148,10 @@ class _CountingExperts(MixtureOfExperts):
     bias: Tensor
     counts: list[int]
 
-    def forward(self, hidden: Tensor, *others: object, **named: object) -> Tensor:
+    def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = (hidden.float() @ self.router.T).sigmoid() + self.bias
         self.counts.append(int(scores.topk(self.config.num_experts_per_tok, dim=-1).indices.unique().numel()))
-        return MixtureOfExperts.forward(self, hidden, *others, **named)  # type: ignore[arg-type]
+        return MixtureOfExperts.forward(self, hidden, forced_experts)
 
 
 def _obey(engine: Engine, command: str, numbers: list[int]) -> Sequence[float]:

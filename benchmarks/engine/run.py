@@ -26,16 +26,16 @@ from benchmarks.engine.roofline import StepBytes, step_bytes
 from benchmarks.engine.saved_results import SavedResults
 from benchmarks.report import Row, read_commit
 from glm_runtime.cache_format import SERVING_DEVICE, choose_cache_formats
-from glm_runtime.cache_layout import index_component, mla_component
 from glm_runtime.config import GlmConfig
-from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.row_format import make_row_format
+from glm_runtime.runtime_config import CacheFormatChoice, RuntimeConfig
 
 NUM_THREADS = 2
 TIMEOUT_S = 600.0
 MODES = ("fast", "deterministic")
 GOAL_MODE = "fast"
 """What a user would choose who wants speed; the deterministic mode's rows stand beside it without a goal."""
-CACHE_FORMAT = "bf16"
+CACHE_FORMAT: CacheFormatChoice = "bf16"
 PEERS = (TRANSFORMERS, LLAMA_CPP)
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 LLAMA_VARIANTS = (("bf16", "f16"), ("bf16", "bf16"), ("f16", "f16"))
@@ -237,6 +237,6 @@ def _step_bytes(plan: Plan, case: Case, experts_hit: float) -> StepBytes:
         batch=case.batch,
         context=case.context,
         experts_hit=experts_hit,
-        mla_row_bytes=mla_component(plan.config, formats).bytes_per_token,
-        index_row_bytes=index_component(plan.config, formats).bytes_per_token,
+        mla_row_bytes=make_row_format(formats.main_kind, plan.config.latent_dim).bytes_per_token,
+        index_row_bytes=make_row_format(formats.index_kind, plan.config.index_head_dim).bytes_per_token,
     )

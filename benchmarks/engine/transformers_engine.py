@@ -38,7 +38,7 @@ class TransformersEngine:
         """Of the token after the prompt."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1]
-        return logits.float().log_softmax(-1).tolist()
+        return [float(value) for value in logits.float().log_softmax(-1)]
 
     def prefill(self, tokens: list[int]) -> float:
         """Seconds of `generate` for one new token."""
