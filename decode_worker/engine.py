@@ -64,7 +64,7 @@ class DecodeEngine:
         if not slices:
             return None
         self._holders.launch(self._in_step)
-        return StepPlan(step_number=self.meter.start(now_s), slices=slices)
+        return StepPlan(step_number=self.meter.start(now_s), slices=slices, stop_rule=self.drafts.stop_rule)
 
     def run(self, plan: StepPlan) -> StepResult:
         """One forward on the engine thread."""

@@ -1,6 +1,7 @@
 """What drafting is measured to give and to cost. Time is passed in."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_budget import CostCurve, StepCosts
@@ -25,12 +26,27 @@ class DraftMeter:
         self._accepted = [0] * MOST_DRAFTS
         self._recent_drafted = [0.0] * MOST_DRAFTS
         self._recent_accepted = [0.0] * MOST_DRAFTS
+        self._recent_wanted = [0.0] * MOST_DRAFTS
+        self._recent_made = [0.0] * MOST_DRAFTS
 
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
         if num_drafted:
             outcome = (num_drafted, num_accepted)
             self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
+
+    def count_made(self, lengths: Iterable[int], num_wanted: int) -> None:
+        """What one step has made of drafts: how many for each sequence, of `num_wanted`. Only asked for where drafting stops early."""
+        for length, count in Counter(lengths).items():
+            kept = FORGETTING**count
+            for position in range(num_wanted):
+                self._recent_wanted[position] = self._recent_wanted[position] * kept + count
+                self._recent_made[position] = self._recent_made[position] * kept + (count if position < length else 0)
+
+    @property
+    def made(self) -> tuple[float, ...]:
+        """Share of the sequences that made a draft, by position; all of them where nothing is known, and never more than before it."""
+        return _shares(self._recent_wanted, self._recent_made, 1.0)
 
     @property
     def drafted(self) -> list[int]:
@@ -65,13 +81,17 @@ class DraftMeter:
         again when the earlier ones do well.
         """
         self._fold()
-        shares: list[float] = []
-        before, assumed = 1.0, FIRST_ACCEPTANCE
-        for drafted, accepted in zip(self._recent_drafted, self._recent_accepted, strict=True):
-            share = min((accepted + PRIOR_DRAFTS * assumed) / (drafted + PRIOR_DRAFTS), before)
-            shares.append(share)
-            before, assumed = share, share * (share / before if before else 0.0)
-        return tuple(shares)
+        return _shares(self._recent_drafted, self._recent_accepted, FIRST_ACCEPTANCE)
+
+
+def _shares(numbers: Sequence[float], counted: Sequence[float], first: float) -> tuple[float, ...]:
+    shares: list[float] = []
+    before, assumed = 1.0, first
+    for number, count in zip(numbers, counted, strict=True):
+        share = min((count + PRIOR_DRAFTS * assumed) / (number + PRIOR_DRAFTS), before)
+        shares.append(share)
+        before, assumed = share, share * (share / before if before else 0.0)
+    return tuple(shares)
 
 
 class CostMeter:
