@@ -158,14 +158,18 @@ def _room_for_drafts(view: DecodeView, running: _Running, block_size_tokens: int
     """Drafts of each planned row that find room: in its blocks, in one more of its credit, or in one that nobody needs now."""
     drafts = []
     for index in running.rows:
-        free_slots = view.free_slots[index] + block_size_tokens * (index in running.grown)
-        if free_slots <= view.num_drafts[index] and index not in running.grown:
+        free_slots, wanted = view.free_slots[index], view.num_drafts[index]
+        if free_slots > wanted:  # most of them
+            drafts.append(wanted)
+            continue
+        free_slots += block_size_tokens * (index in running.grown)
+        if free_slots <= wanted and index not in running.grown:
             beyond_credit = view.credit_blocks[index] == 0
             if not beyond_credit or (running.left_blocks > 0 and not running.is_short):
                 running.left_blocks -= beyond_credit
                 running.grown.add(index)
                 free_slots += block_size_tokens
-        drafts.append(min(view.num_drafts[index], free_slots - 1))
+        drafts.append(min(wanted, free_slots - 1))
     return tuple(drafts)
 
 
