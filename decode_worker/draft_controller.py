@@ -10,6 +10,8 @@ from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_plan import StepPlan, StepResult
 
 STEPS_BETWEEN_CHOICES = 8
+STEPS_BETWEEN_MEASUREMENTS = 3
+"""Of costs, which change slowly. Not a divisor of the other: a step that chooses is not measured each time."""
 STEPS_BETWEEN_PROBES = 256
 """While nothing is drafted, one step in so many drafts one token: else nobody would notice that drafting pays again."""
 
@@ -44,16 +46,20 @@ class DraftController:
         is_probe = self._chosen == 0 and self._num_steps % STEPS_BETWEEN_PROBES < 2
         self.num_drafts = 1 if is_probe else self._chosen
 
-    def take(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
-        """A step has returned after `step_s` seconds. One with prompt chunks says nothing about decoding."""
+    def take(self, plan: StepPlan, result: StepResult, step_s: float, num_rows: int) -> None:
+        """A step of `num_rows` rows has returned after `step_s` seconds.
+
+        num_rows: 0 where it had prompt chunks; such a step says nothing about decoding.
+        """
         self._num_steps += 1
+        num_next_drafts = max([piece.num_next_drafts for piece in plan.slices], default=0)
         if plan.stop_rule is not None and result.drafts:
-            self.meter.count_made(map(len, result.drafts.values()), max([piece.num_next_drafts for piece in plan.slices]))
-        if self._adapts and plan.slices and all(piece.sampling is not None and piece.num_given == 1 for piece in plan.slices):
+            self.meter.count_made(map(len, result.drafts.values()), num_next_drafts)
+        if self._adapts and num_rows and self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0:
             self._costs.take(
-                num_rows=plan.num_tokens,
+                num_rows=num_rows,
                 num_sequences=len(plan.slices),
-                num_drafts=result.num_draft_steps or max([piece.num_next_drafts for piece in plan.slices]),
+                num_drafts=result.num_draft_steps or num_next_drafts,
                 target_s=result.target_s,
                 draft_s=result.draft_s,
                 step_s=step_s,

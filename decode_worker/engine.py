@@ -52,6 +52,7 @@ class DecodeEngine:
         )
         self._in_step: dict[SequenceId, DecodeSequence] = {}
         self._num_prefill_tokens = 0
+        self._num_decode_rows = 0
 
     def take_commands(self, now_s: float) -> None:
         """Nothing waits here: messages change the sequences as they arrive, which STEP holders make safe."""
@@ -63,6 +64,7 @@ class DecodeEngine:
         if plan.resume and not plan.rows and not plan.chunks:
             plan = decide(self._view(), self._limits)  # what has come back may be all there is to compute
         slices = tuple(self._slices(plan))
+        self._num_decode_rows = len(plan.rows) + sum(plan.row_drafts) if not plan.chunks else 0
         self._num_prefill_tokens = sum([chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1])
         if not slices:
             return None
@@ -75,7 +77,7 @@ class DecodeEngine:
 
     def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Cache the full blocks, hand out the tokens, finish whoever has the last one."""
-        self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s))
+        self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s), self._num_decode_rows)
         in_step, self._in_step = self._in_step, {}
         self._holders.land()
         of_id, running = self._sequences.of_id, Phase.RUNNING
@@ -152,9 +154,12 @@ class DecodeEngine:
         return [sequence for sequence_id in sequence_ids if (sequence := self._sequences.of_id(sequence_id)) is not None]
 
     def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
-        of_id, row = self._sequences.of_id, self._row
+        of_id, row, in_step = self._sequences.of_id, self._row, self._in_step
         for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
             if (sequence := of_id(sequence_id)) is not None:
+                in_step[sequence_id] = sequence
+                if sequence.num_covered_blocks < len(sequence.block_table):
+                    self._holders.cover(sequence_id, sequence.uncovered_blocks())
                 yield row(sequence, num_drafts)
         for chunk in plan.chunks:
             for sequence in self._known((chunk.sequence_id,)):
@@ -162,7 +167,6 @@ class DecodeEngine:
 
     def _row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
         """The newest token and drafts of what follows it, or what the step needs to make them first."""
-        self._join(sequence)
         if sequence.seed_hidden is not None and num_drafts > 0:
             return self._seeded_row(sequence, num_drafts)
         return SequenceSlice(
@@ -194,7 +198,8 @@ class DecodeEngine:
         )
 
     def _chunk(self, sequence: DecodeSequence, chunk: Chunk) -> SequenceSlice:
-        self._join(sequence)
+        self._in_step[sequence.sequence_id] = sequence
+        self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
         is_last = chunk.end == sequence.num_tokens
         return SequenceSlice(
             sequence_id=sequence.sequence_id,
@@ -210,11 +215,6 @@ class DecodeEngine:
             next_token=None if is_last else sequence.token_ids(chunk.end, chunk.end + 1)[0],
             num_next_drafts=self._num_next_drafts(sequence) if is_last else 0,
         )
-
-    def _join(self, sequence: DecodeSequence) -> None:
-        self._in_step[sequence.sequence_id] = sequence
-        if sequence.num_covered_blocks < len(sequence.block_table):
-            self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
 
     def _num_next_drafts(self, sequence: DecodeSequence) -> int:
         """Drafts for the step after this one, which draws one token at least."""

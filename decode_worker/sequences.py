@@ -134,14 +134,18 @@ class DecodeSequence:
         logprobs: one for each of `tokens`, or none at all.
         """
         is_plain = self.history is None and not logprobs and self.finish is None
-        if is_plain and len(tokens) < self.num_left_tokens and _has_none_of(self.sampling.stop_token_ids, tokens):
-            count = len(tokens)
-            self.tokens += _PACKERS[count](*tokens)
-            self.num_tokens += count
-            self.next_index += count
-            self.num_left_tokens -= count
-            self.last_token = tokens[-1]
-            return tokens
+        count = len(tokens)
+        if is_plain and count < self.num_left_tokens:
+            for stop in self.sampling.stop_token_ids:  # few: half of what a set or `any` costs
+                if stop in tokens:
+                    break
+            else:
+                self.tokens += _PACKERS[count](*tokens)
+                self.num_tokens += count
+                self.next_index += count
+                self.num_left_tokens -= count
+                self.last_token = tokens[-1]
+                return tokens
         for number, (token, told) in enumerate(itertools.zip_longest(tokens, logprobs), start=1):
             self.append(token, told)
             if self.finish is not None:
@@ -240,14 +244,6 @@ class DecodeSequences:
 
     def _insert(self, sequence: DecodeSequence) -> None:
         bisect.insort(self._in_phase[sequence.phase], sequence, key=_age_of)
-
-
-def _has_none_of(ids: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
-    """Asked for each row of each step: a loop over the few ids costs half of what a set or `any` does."""
-    for stop in ids:  # noqa: SIM110
-        if stop in tokens:
-            return False
-    return True
 
 
 def _age_of(sequence: DecodeSequence) -> int:

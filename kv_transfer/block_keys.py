@@ -29,7 +29,7 @@ def extend_block_keys(
     """
     extra_tokens = 1 if looks_one_token_ahead else 0
     num_full = max(count_tokens(tokens) - extra_tokens, 0) // block_size_tokens
-    keys = list(known[:num_full])
+    keys = known[:num_full]
     parent = keys[-1] if keys else hashlib.sha256(salt).digest()
     stride = block_size_tokens * TOKEN_BYTES
     view = memoryview(tokens)

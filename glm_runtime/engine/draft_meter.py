@@ -129,13 +129,13 @@ class SpeculationMeter:
 
     def take(self, *, num_rows: int, num_sequences: int, num_drafts: int, target_s: float, draft_s: float, step_s: float) -> None:
         """A step of decode rows alone. num_drafts: made for the next step by each sequence; step_s: all of it."""
-        costs = self.costs()
-        expected_s = costs.draft_s(num_sequences, num_drafts)
+        first_s, further_s = self._first.curve().seconds(num_sequences), self._further.curve().seconds(num_sequences)
+        expected_s = first_s + max(num_drafts - 1, 0) * further_s
         # What was seen is the sum of both kinds of draft step: each moves by the same share, or gets an equal one at first.
         share = draft_s / expected_s if expected_s else draft_s / max(num_drafts, 1)
         self._target.take(num_rows, target_s)
-        self._first.take(num_sequences, (costs.first.seconds(num_sequences) or 1.0) * share)
-        self._further.take(num_sequences, (costs.further.seconds(num_sequences) or 1.0) * share)
+        self._first.take(num_sequences, (first_s or 1.0) * share)
+        self._further.take(num_sequences, (further_s or 1.0) * share)
         self._overhead_s += SMOOTHING * (max(step_s - target_s - draft_s, 0.0) - self._overhead_s)
 
     def costs(self) -> StepCosts:

@@ -157,7 +157,7 @@ class TestController:
             for _ in range(num_sequences):
                 num_held = 0 if is_halved and number % 2 else num_accepted
                 controller.meter.count(num_drafted=controller.num_drafts, num_accepted=min(num_held, controller.num_drafts))
-            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}), 0.01)
+            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}), 0.01, 0)
         return seen
 
     def test_cheap_drafts_that_hold_are_all_made(self) -> None:
@@ -213,6 +213,6 @@ class TestController:
         )
         result = StepResult(step_number=0, samples={}, drafts={SequenceId("a"): (1, 2)}, num_draft_steps=3)
         for _ in range(300):
-            controller.take(StepPlan(step_number=0, slices=(piece,), stop_rule=StopRule(row=0.3)), result, 0.01)
+            controller.take(StepPlan(step_number=0, slices=(piece,), stop_rule=StopRule(row=0.3)), result, 0.01, 1)
         assert controller.meter.made[1] > 0.95
         assert controller.meter.made[2] < 0.1
