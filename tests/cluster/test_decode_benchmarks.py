@@ -1,4 +1,4 @@
-"""The benchmarks of the schedulers and of drafting run through: what they measure is for a quiet machine, that they work is for this one."""
+"""The benchmarks of the schedulers and of drafting run through: their figures are for a quiet machine, that they work is for this one."""
 
 import json
 import subprocess
