@@ -32,7 +32,8 @@ class RuntimeConfig:
     max_drafts: most tokens that the MTP layer guesses ahead of a step, 1 to 8; 0 leaves the layer out, its weights and its part of the
     cache too. A checkpoint without an MTP layer takes it for 0. adapts_drafts: make fewer, or none, while that is measured to be faster.
     min_draft_probability: a draft less likely than this to hold, by the MTP layer's own probabilities, is not verified and ends its
-    sequence's drafts of the step; 0 never. None leaves it to what is measured where `adapts_drafts`, and is never elsewhere.
+    sequence's drafts of the step; 0 never. None leaves it to what is measured where `adapts_drafts`, and is never elsewhere. Drafts
+    that are drawn are exempt.
     verification: "exact": a draft holds iff it is the token drawn without it. "ratio": drafts of requests that are not greedy are drawn,
     and hold by the ratio of probabilities; "ratio_greedy": they are the best guesses, and hold with the probability the target gives them.
     """

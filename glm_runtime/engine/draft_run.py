@@ -18,7 +18,8 @@ from glm_runtime.sampling.ratio_test import DraftSource, Probabilities, propose
 class DraftRun:
     """One row a sequence. wanted: most drafts of each, at least one. rule: None makes them all.
 
-    sources: how each row's drafts are drawn, None for the most probable token; empty is that for all.
+    sources: how each row's drafts are drawn, None for the most probable token; empty is that for all. A row that draws its drafts goes on
+    as long as a sure one would: how often they hold depends on how much both distributions have in common, not on how sure the layer is.
     """
 
     def __init__(self, wanted: Sequence[int], rule: StopRule | None, sources: Sequence[DraftSource | None], impl: Impl) -> None:
@@ -46,7 +47,8 @@ class DraftRun:
         if self._rule is not None:
             probabilities = top_probability(logits, best.values, impl=self._impl).tolist()
             for row in going:
-                self._chances[row] *= probabilities[row]
+                if not self._sources or self._sources[row] is None:
+                    self._chances[row] *= probabilities[row]
             kept = is_kept(self._rule, [self._chances[row] for row in going])
             going = [row for row, is_verified in zip(going, kept, strict=True) if is_verified]
         for row in going:

@@ -3,8 +3,8 @@
 A draft holds at most as often as all drafts of its step up to it: that product of the MTP layer's own probabilities is its chance. It
 is compared with what its row and the next draft step would bring elsewhere: seconds times the tokens a second that the step has anyway.
 
-No rule here looks at which token was guessed, only at how sure the layer was before it guessed. With drafts that are drawn (`ratio`)
-it must be so: leaving out a draft for what it is would change what is put out.
+Drafts that are drawn must never be left out for what they are: that would change what is put out (`sampling/ratio_test.py`). Their rows
+come with chance 1 (`draft_run.py`).
 """
 
 from collections.abc import Sequence

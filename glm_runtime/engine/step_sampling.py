@@ -15,7 +15,7 @@ from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.logprobs import token_logprobs
 from glm_runtime.sampling.parameters import is_greedy
-from glm_runtime.sampling.ratio_test import NO_DRAFT, DraftedRun, Probabilities, verify_runs
+from glm_runtime.sampling.ratio_test import DraftedRun, Probabilities, verify_runs
 from glm_runtime.sampling.rows import Sample, SampleRow
 from glm_runtime.sampling.sampler import sample_rows
 from kv_transfer.identity import SequenceId
@@ -52,11 +52,11 @@ def draw(
     logits, best = logits_of(hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(places)))
     if verification == "exact":
         return _drawn(asking, sample_rows(logits, rows, best))
-    return _draw_by_ratio(asking, rows, logits, verification, proposals or {})
+    return _draw_by_ratio(asking, rows, logits, proposals or {})
 
 
 def _draw_by_ratio(
-    asking: Sequence[SequenceSlice], rows: Sequence[SampleRow], logits: Tensor, verification: VerificationChoice, proposals: Proposals
+    asking: Sequence[SequenceSlice], rows: Sequence[SampleRow], logits: Tensor, proposals: Proposals
 ) -> dict[SequenceId, tuple[Sample, ...]]:
     """Of drafts that are tested by their ratio, and of the others: greedy slices, and those without drafts."""
     is_tested = [piece.num_drafts > 0 and not is_greedy(rows[0].parameters) for piece, rows in _with_rows(asking, rows)]
@@ -67,7 +67,7 @@ def _draw_by_ratio(
         parts.append((pieces, [row for row, is_own in zip(rows, own, strict=True) if is_own], logits[torch.tensor(own)]))
     (plain, plain_rows, plain_logits), (tested_pieces, tested_rows, tested_logits) = parts
     drawn = _drawn(plain, sample_rows(plain_logits, plain_rows)) if plain else {}
-    runs = [_drafted(piece, rows, verification, proposals) for piece, rows in _with_rows(tested_pieces, tested_rows)]
+    runs = [_drafted(piece, rows, proposals) for piece, rows in _with_rows(tested_pieces, tested_rows)]
     return drawn | dict(zip([piece.sequence_id for piece in tested_pieces], verify_runs(tested_logits, runs), strict=True))
 
 
@@ -90,14 +90,11 @@ def _with_rows(pieces: Sequence[SequenceSlice], rows: Sequence[SampleRow]) -> It
         first += piece.num_drafts + 1
 
 
-def _drafted(piece: SequenceSlice, rows: Sequence[SampleRow], verification: VerificationChoice, proposals: Proposals) -> DraftedRun:
-    drafts = piece.tokens[piece.num_given :]
-    if verification == "ratio_greedy":
-        return DraftedRun(rows=rows, drafts=drafts)
+def _drafted(piece: SequenceSlice, rows: Sequence[SampleRow], proposals: Proposals) -> DraftedRun:
+    """Drafts of which nobody knows (any more) what they were drawn from are verified as best guesses: that is exact for any guess."""
     proposed = proposals.get(piece.sequence_id)
-    if proposed is None:  # drawn in an earlier step, and nobody knows from what any more
-        return DraftedRun(rows=rows, drafts=[NO_DRAFT] * len(drafts))
-    return DraftedRun(rows=rows, drafts=drafts, proposed=proposed[: len(drafts)])
+    drafts = piece.tokens[piece.num_given :]
+    return DraftedRun(rows=rows, drafts=drafts, proposed=proposed[: len(drafts)] if proposed is not None else None)
 
 
 def _rows(piece: SequenceSlice) -> Iterator[SampleRow]:

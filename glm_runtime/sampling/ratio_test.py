@@ -27,9 +27,6 @@ Probabilities = NDArray[np.float32]
 Weights = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
-NO_DRAFT = -1
-"""Never holds."""
-
 
 class DraftSource(msgspec.Struct, frozen=True):
     """How the drafts of one row are drawn. token_index: which output token of the request the first of them guesses."""
@@ -43,7 +40,7 @@ class DraftedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of one sequence: one more than drafts, each after the drafts before it.
 
     drafts: ids outside the vocabulary never hold. proposed: [V] of each draft, which it was drawn from; None where it is a best guess,
-    or where it is no draft.
+    or nobody knows what it was drawn from: p_d = 1 at the draft is exact for any draft that does not depend on the noise of the test.
     """
 
     rows: Sequence[SampleRow]

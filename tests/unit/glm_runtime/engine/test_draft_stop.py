@@ -121,3 +121,13 @@ def test_drawn_drafts_come_with_what_they_were_drawn_from() -> None:
         assert len(proposed) == (0 if source is None else 2)
         for each in proposed:
             torch.testing.assert_close(torch.from_numpy(each), torch.softmax(logits[0] / 0.5, 0))
+
+
+def test_a_row_that_draws_does_not_stop_by_what_it_drew() -> None:
+    """Neither kept nor left out for its probability: that would change the distribution of what is put out."""
+    sources = [DraftSource(seed=seed, token_index=0, temperature=1.0) for seed in range(200)]
+    run = DraftRun([2] * 200, StopRule(row=0.5), sources, "cpu")
+    logits = torch.tensor([UNSURE]).repeat(200, 1)
+    assert run.take(logits) is not None
+    assert run.take(logits) is None
+    assert set(run.num_kept) == {2}

@@ -69,6 +69,7 @@ class Requests:
         return self.outputs[number][-1] if self.outputs[number] else 0
 
     def draft(self, going: list[int]) -> tuple[dict[int, tuple[int, ...]], Proposals]:
+        """Of one request in four nobody knows any more what its drafts were drawn from."""
         wanted = {number: min(self.num_drafts, LENGTH - 1 - len(self.outputs[number])) for number in going}
         drafting = [number for number in going if wanted[number] > 0]
         if not drafting:
@@ -85,7 +86,7 @@ class Requests:
         proposals = {
             SequenceId(str(number)): proposed[:kept]
             for number, proposed, kept in zip(drafting, run.proposals, run.num_kept, strict=True)
-            if proposed
+            if proposed and number % 4
         }
         return dict(zip(drafting, run.drafts(), strict=True)), proposals
 
@@ -162,10 +163,9 @@ def test_exact_verification_gives_every_request_the_same_tokens(plain_outputs: l
 @pytest.mark.parametrize(
     ("verification", "rule", "fields"),
     [
-        ("ratio_greedy", None, PLAIN), ("ratio", None, PLAIN), ("ratio", STOPS, PLAIN),
-        ("ratio_greedy", STOPS, PROCESSED), ("ratio", None, PROCESSED),
+        ("ratio_greedy", None, PLAIN), ("ratio", None, PLAIN), ("ratio_greedy", STOPS, PROCESSED), ("ratio", STOPS, PROCESSED),
     ],
-    ids=["greedy", "drawn", "drawn-stops", "greedy-stops-processed", "drawn-processed"],
+    ids=["greedy", "drawn", "greedy-stops-processed", "drawn-stops-processed"],
 )  # fmt: skip
 def test_the_ratio_test_keeps_the_distribution(verification: VerificationChoice, rule: StopRule | None, fields: dict[str, float]) -> None:
     requests = Requests(fields, verification, rule, MAX_DRAFTS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from glm_runtime.sampling.noise import Stream, uniforms
-from glm_runtime.sampling.ratio_test import NO_DRAFT, DraftedRun, DraftSource, propose, verify_runs
+from glm_runtime.sampling.ratio_test import DraftedRun, DraftSource, propose, verify_runs
 from glm_runtime.sampling.rows import SampleRow
 from glm_runtime.sampling.sampler import target_scores
 from kv_transfer.messages import LogprobsMode, SamplingParameters
@@ -33,7 +33,7 @@ def test_drafts_from_the_same_distribution_all_hold() -> None:
         assert len(stands) == 3
 
 
-@pytest.mark.parametrize("draft", [NO_DRAFT, 4, 99])
+@pytest.mark.parametrize("draft", [-1, 4, 99])
 def test_what_is_no_token_never_holds_and_takes_nothing_from_the_target(draft: int) -> None:
     logits = torch.tensor([[0.0, 0.0, -99.0, -99.0]]).repeat(2 * 200, 1)
     for proposed in (None, [EVEN]):
