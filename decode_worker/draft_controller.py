@@ -59,7 +59,7 @@ class DraftController:
             self._costs.take(
                 num_rows=num_rows,
                 num_sequences=len(plan.slices),
-                num_drafts=result.num_draft_steps or num_next_drafts,
+                num_drafts=result.num_draft_steps if result.num_draft_steps or not result.drafts else num_next_drafts,
                 target_s=result.target_s,
                 draft_s=result.draft_s,
                 step_s=step_s,

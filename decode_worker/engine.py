@@ -53,6 +53,7 @@ class DecodeEngine:
         self._in_step: dict[SequenceId, DecodeSequence] = {}
         self._num_prefill_tokens = 0
         self._num_decode_rows = 0
+        self._outcomes: list[tuple[int, int]] = []
 
     def take_commands(self, now_s: float) -> None:
         """Nothing waits here: messages change the sequences as they arrive, which STEP holders make safe."""
@@ -86,6 +87,8 @@ class DecodeEngine:
             if of_id(sequence_id) is sequence:
                 take = take_row if sequence.phase is running else take_chunk
                 take(sequence, piece, result, now_s)
+        self.drafts.meter.count_all(self._outcomes)
+        self._outcomes.clear()
         self._outbox.flush()
 
     # -- decide --------------------------------------------------------------------------------------------------------
@@ -242,7 +245,7 @@ class DecodeEngine:
         index = sequence.next_index
         run = result.samples[piece.sequence_id]
         if num_drafted := piece.num_drafts or piece.num_seed_drafts:
-            self.drafts.meter.count(num_drafted=num_drafted, num_accepted=len(run) - 1)
+            self._outcomes.append((num_drafted, len(run) - 1))
         taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()) if result.logprobs else ())
         if sequence.grammar is not None and not sequence.follow_grammar(taken):
             self._receiver.grammar_broken(sequence, now_s)

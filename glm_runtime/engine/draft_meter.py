@@ -35,6 +35,11 @@ class DraftMeter:
             outcome = (num_drafted, num_accepted)
             self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
 
+    def count_all(self, outcomes: Iterable[tuple[int, int]]) -> None:
+        """Many sequences' parts: how many each had drafted, at least one, and how many of them held."""
+        for outcome, count in Counter(outcomes).items():
+            self._waiting[outcome] = self._waiting.get(outcome, 0) + count
+
     def count_made(self, lengths: Iterable[int], num_wanted: int) -> None:
         """What one step has made of drafts: how many for each sequence, of `num_wanted`. Only asked for where drafting stops early."""
         for length, count in Counter(lengths).items():

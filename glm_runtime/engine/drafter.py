@@ -69,7 +69,7 @@ class Drafter:
         num_kept = [len(piece.tokens) for piece in rows]
         if sum(num_kept) < plan.num_tokens:
             hidden = hidden.index_select(0, torch.tensor(list(_kept_rows(plan.slices, num_kept)), dtype=torch.int64))
-        wanted = {piece.sequence_id: piece.num_next_drafts for piece in plan.slices if piece.num_next_drafts and piece.sampling is not None}
+        wanted = {piece.sequence_id: piece.num_next_drafts for piece in plan.slices if _goes_on(piece, runs)}
         self.proposals = {}
         self.num_steps = 0
         return self._run(rows, hidden, wanted, self._sources(plan.slices, runs), plan.stop_rule)
@@ -142,6 +142,14 @@ def _shifted(piece: SequenceSlice, run: tuple[int, ...]) -> SequenceSlice:
         start=piece.start,
         block_table=piece.block_table,
     )
+
+
+def _goes_on(piece: SequenceSlice, runs: Runs) -> bool:
+    """Whether drafts are wanted: none are for a request that has ended, whose last tokens would wait for them."""
+    sampling, run = piece.sampling, runs.get(piece.sequence_id, ())
+    if sampling is None or not piece.num_next_drafts or piece.token_index + len(run) >= sampling.max_tokens:
+        return False
+    return not any(stop in run for stop in sampling.stop_token_ids)
 
 
 def _kept_rows(slices: Sequence[SequenceSlice], num_kept: Sequence[int]) -> Iterator[int]:
