@@ -37,6 +37,7 @@ class SchedulerSteps:
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
         init_none_hash(sha256)
+        self._model_dir = tempfile.TemporaryDirectory(prefix="vllm-model-")
         self._hasher = get_request_block_hasher(BLOCK_SIZE_TOKENS, sha256)
 
     def steps(self, num_requests: int, has_drafts: bool, num_steps: int) -> list[float]:
@@ -91,7 +92,7 @@ class SchedulerSteps:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.structured_output import StructuredOutputManager
 
-        directory = Path(tempfile.mkdtemp(prefix="vllm-model-"))
+        directory = Path(self._model_dir.name)
         (directory / "config.json").write_text(json.dumps(MODEL))
         model = ModelConfig(model=str(directory), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=1 << 16)
         cache = CacheConfig(block_size=BLOCK_SIZE_TOKENS, enable_prefix_caching=True)
