@@ -4,8 +4,10 @@ import sys
 
 from benchmarks import attention, gemm, grammars, perplexity, startup
 from benchmarks.engine import command as engine
+from benchmarks.scheduler import command as scheduler
+from benchmarks.speculation import command as speculation
 
-BENCHMARKS = (engine, gemm, attention, grammars, startup, perplexity)
+BENCHMARKS = (engine, gemm, attention, scheduler, speculation, grammars, startup, perplexity)
 
 if __name__ == "__main__":
     sys.exit(max(benchmark.main() for benchmark in BENCHMARKS))

@@ -98,6 +98,7 @@ ZERO_HAS_A_MEANING = frozenset(
         "prefill.priority_weight_s",
         "router.local_prefill_below_tokens",
         "runtime.max_drafts",
+        "runtime.min_draft_probability",
         "transport.progress_delay_us",
     }
 )
@@ -203,6 +204,11 @@ def _check_parts(config: ServeConfig) -> Iterator[Mistake]:
             "runtime.max_drafts",
             lambda: runtime.max_drafts <= MOST_DRAFTS,
             f"is {runtime.max_drafts}; a step verifies at most {MOST_DRAFTS} drafts of a request (0 drafts nothing)",
+        ),
+        (
+            "runtime.min_draft_probability",
+            lambda: (runtime.min_draft_probability or 0.0) <= 1.0,
+            f"is {runtime.min_draft_probability}; a probability is at most 1 (0 never stops drafting early)",
         ),
         (
             "decode.max_running",

@@ -16,6 +16,7 @@ from decode_worker.speculative import choose_num_drafts
 from decode_worker.token_outbox import TokenOutbox
 from glm_runtime.engine.chunk_plan import Chunk, PrefillDemand
 from glm_runtime.engine.loaded_model import LoadedModel
+from glm_runtime.engine.prompt_scores import PromptScores
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_meter import StepMeter
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
@@ -50,6 +51,9 @@ class DecodeEngine:
             block_size_tokens=model.layout.block_size_tokens,
         )
         self._in_step: dict[SequenceId, DecodeSequence] = {}
+        self._num_prefill_tokens = 0
+        self._num_decode_rows = 0
+        self._outcomes: list[tuple[int, int]] = []
 
     def take_commands(self, now_s: float) -> None:
         """Nothing waits here: messages change the sequences as they arrive, which STEP holders make safe."""
@@ -61,10 +65,12 @@ class DecodeEngine:
         if plan.resume and not plan.rows and not plan.chunks:
             plan = decide(self._view(), self._limits)  # what has come back may be all there is to compute
         slices = tuple(self._slices(plan))
+        self._num_decode_rows = len(plan.rows) + sum(plan.row_drafts) if not plan.chunks else 0
+        self._num_prefill_tokens = sum([chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1])
         if not slices:
             return None
         self._holders.launch(self._in_step)
-        return StepPlan(step_number=self.meter.start(now_s), slices=slices)
+        return StepPlan(step_number=self.meter.start(now_s), slices=slices, stop_rule=self.drafts.stop_rule)
 
     def run(self, plan: StepPlan) -> StepResult:
         """One forward on the engine thread."""
@@ -72,14 +78,17 @@ class DecodeEngine:
 
     def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Cache the full blocks, hand out the tokens, finish whoever has the last one."""
-        num_prefill_tokens = sum([piece.num_rows for piece in plan.slices if piece.num_given > 1])
-        self.drafts.take(plan, result, self.meter.end(num_prefill_tokens, now_s))
+        self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s), self._num_decode_rows)
         in_step, self._in_step = self._in_step, {}
         self._holders.land()
-        for piece in plan.slices:
-            sequence = in_step[piece.sequence_id]
-            if self._sequences.of_id(piece.sequence_id) is sequence:
-                self._take(sequence, piece, result, now_s)
+        of_id, running = self._sequences.of_id, Phase.RUNNING
+        take_row, take_chunk = self._take_row, self._take_chunk
+        for piece, (sequence_id, sequence) in zip(plan.slices, in_step.items(), strict=True):
+            if of_id(sequence_id) is sequence:
+                take = take_row if sequence.phase is running else take_chunk
+                take(sequence, piece, result, now_s)
+        self.drafts.meter.count_all(self._outcomes)
+        self._outcomes.clear()
         self._outbox.flush()
 
     # -- decide --------------------------------------------------------------------------------------------------------
@@ -89,7 +98,7 @@ class DecodeEngine:
         running = _drawable(self._sequences.in_phase(Phase.RUNNING))
         free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
         self.drafts.choose(len(running))
-        num_drafts = tuple([self._num_drafts_of(sequence) for sequence in running]) if self.drafts.num_drafts else ()
+        num_drafts = self._num_drafts(running, self.drafts.num_drafts) if self.drafts.num_drafts else ()
         num_available = self._model.pool.num_unpromised
         num_full = free_slots.count(0)
         is_roomy = min(map(sub, free_slots, num_drafts), default=1) > 0 if num_drafts else not num_full
@@ -109,9 +118,17 @@ class DecodeEngine:
         rows = zip(running, free_slots, num_drafts or (0,) * len(running), strict=True)
         return tuple([self._receiver.credit_blocks(sequence) if free <= drafts else 0 for sequence, free, drafts in rows])
 
-    def _num_drafts_of(self, sequence: DecodeSequence) -> int:
-        return choose_num_drafts(
-            num_available=sequence.num_available_drafts, num_wanted=self.drafts.num_drafts, num_left_tokens=sequence.num_left_tokens
+    def _num_drafts(self, running: Sequence[DecodeSequence], num_wanted: int) -> tuple[int, ...]:
+        """Drafts that each would verify, blocks and budget aside."""
+        return tuple(
+            [
+                choose_num_drafts(
+                    num_available=sequence.num_available_drafts, num_wanted=num_wanted, num_left_tokens=sequence.num_left_tokens
+                )
+                if sequence.seed_hidden is not None or sequence.num_left_tokens <= num_wanted or len(sequence.drafts) > num_wanted
+                else len(sequence.drafts)  # most of them, and in each step
+                for sequence in running
+            ]
         )
 
     def _freed_blocks(self, sequence: DecodeSequence) -> int:
@@ -140,35 +157,52 @@ class DecodeEngine:
         return [sequence for sequence_id in sequence_ids if (sequence := self._sequences.of_id(sequence_id)) is not None]
 
     def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
+        of_id, row, in_step = self._sequences.of_id, self._row, self._in_step
         for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
-            if (sequence := self._sequences.of_id(sequence_id)) is not None:
-                yield self._row(sequence, num_drafts)
+            if (sequence := of_id(sequence_id)) is not None:
+                in_step[sequence_id] = sequence
+                if sequence.num_covered_blocks < len(sequence.block_table):
+                    self._holders.cover(sequence_id, sequence.uncovered_blocks())
+                yield row(sequence, num_drafts)
         for chunk in plan.chunks:
             for sequence in self._known((chunk.sequence_id,)):
                 yield self._chunk(sequence, chunk)
 
     def _row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
         """The newest token and drafts of what follows it, or what the step needs to make them first."""
-        self._join(sequence)
-        is_seeded = sequence.seed_hidden is not None and num_drafts > 0
-        drafts = () if is_seeded else sequence.drafts[:num_drafts]
+        if sequence.seed_hidden is not None and num_drafts > 0:
+            return self._seeded_row(sequence, num_drafts)
         return SequenceSlice(
             sequence_id=sequence.sequence_id,
-            tokens=(sequence.last_token, *drafts),
+            tokens=(sequence.last_token, *sequence.drafts[:num_drafts]),
             start=sequence.num_stored_tokens,
             block_table=sequence.block_table,
             sampling=sequence.sampling,
             token_index=sequence.next_index,
             history=sequence.history,
             grammar=sequence.grammar,
-            num_drafts=len(drafts),
+            num_drafts=num_drafts,
+            num_next_drafts=self._num_next_drafts(sequence) if self.drafts.num_drafts else 0,
+        )
+
+    def _seeded_row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
+        return SequenceSlice(
+            sequence_id=sequence.sequence_id,
+            tokens=(sequence.last_token,),
+            start=sequence.num_stored_tokens,
+            block_table=sequence.block_table,
+            sampling=sequence.sampling,
+            token_index=sequence.next_index,
+            history=sequence.history,
+            grammar=sequence.grammar,
             num_next_drafts=self._num_next_drafts(sequence),
-            seed_hidden=sequence.seed_hidden if is_seeded else None,
-            num_seed_drafts=num_drafts if is_seeded else 0,
+            seed_hidden=sequence.seed_hidden,
+            num_seed_drafts=num_drafts,
         )
 
     def _chunk(self, sequence: DecodeSequence, chunk: Chunk) -> SequenceSlice:
-        self._join(sequence)
+        self._in_step[sequence.sequence_id] = sequence
+        self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
         is_last = chunk.end == sequence.num_tokens
         return SequenceSlice(
             sequence_id=sequence.sequence_id,
@@ -185,46 +219,48 @@ class DecodeEngine:
             num_next_drafts=self._num_next_drafts(sequence) if is_last else 0,
         )
 
-    def _join(self, sequence: DecodeSequence) -> None:
-        self._in_step[sequence.sequence_id] = sequence
-        if sequence.num_covered_blocks < len(sequence.block_table):
-            self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
-
     def _num_next_drafts(self, sequence: DecodeSequence) -> int:
         """Drafts for the step after this one, which draws one token at least."""
-        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=self.drafts.num_drafts, num_left_tokens=sequence.num_left_tokens - 1)
+        num_wanted, num_left = self.drafts.num_drafts, sequence.num_left_tokens - 1
+        if num_wanted < num_left:  # nearly always
+            return num_wanted
+        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=num_wanted, num_left_tokens=num_left)
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
-    def _take(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
-        _take_scores(sequence, result)
+    def _take_chunk(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
+        if sequence.scores is not None:
+            _take_scores(sequence, sequence.scores, result)
         if piece.sampling is None:
             sequence.num_stored_tokens = piece.end
             self._cache_blocks(sequence)
             return
-        if sequence.phase is Phase.FILLING:
-            self._receiver.filled(sequence, now_s)
+        self._receiver.filled(sequence, now_s)
+        self._take_row(sequence, piece, result, now_s)
+        if sequence.phase is Phase.FILLING and self._sequences.of_id(sequence.sequence_id) is sequence:
+            self._receiver.run(sequence, now_s)
+
+    def _take_row(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
+        """What a row and its drafts have drawn. Many times a step, hence in few calls."""
         index = sequence.next_index
         run = result.samples[piece.sequence_id]
-        self.drafts.meter.count(num_drafted=max(piece.num_drafts, piece.num_seed_drafts), num_accepted=len(run) - 1)
-        taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()))
-        if not sequence.follow_grammar(taken):
+        if num_drafted := piece.num_drafts or piece.num_seed_drafts:
+            self._outcomes.append((num_drafted, len(run) - 1))
+        taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()) if result.logprobs else ())
+        if sequence.grammar is not None and not sequence.follow_grammar(taken):
             self._receiver.grammar_broken(sequence, now_s)
             return
-        sequence.num_stored_tokens = piece.start + piece.num_given + len(taken) - 1
+        sequence.num_stored_tokens = sequence.num_tokens - 1
         sequence.drafts, sequence.seed_hidden = result.drafts.get(piece.sequence_id, ()), None
-        self._cache_blocks(sequence)
+        if sequence.num_stored_tokens // self._limits.block_size_tokens > sequence.num_published_blocks:
+            self._cache_blocks(sequence)
         self._outbox.add(sequence, index, taken)
         if sequence.finish is not None:
             self._receiver.finish(sequence, now_s)
-        elif sequence.phase is Phase.FILLING:
-            self._receiver.run(sequence, now_s)
 
     def _cache_blocks(self, sequence: DecodeSequence) -> None:
         """Full blocks of the answer are found like those of a prompt: the next turn of a conversation begins with them."""
         layout = self._model.layout
-        if sequence.num_stored_tokens // layout.block_size_tokens <= sequence.num_published_blocks:
-            return
         keys = sequence.keys_of_stored(layout.block_size_tokens, layout.looks_one_token_ahead)
         for index in range(sequence.num_published_blocks, len(keys)):
             self._model.pool.publish(sequence.block_table[index], keys[index])
@@ -239,12 +275,10 @@ def _to_score(sequence: DecodeSequence, chunk: Chunk) -> list[int]:
     return sequence.token_ids(positions.start, positions.stop)
 
 
-def _take_scores(sequence: DecodeSequence, result: StepResult) -> None:
-    if sequence.scores is None:
-        return
-    sequence.scores.take(result.prompt_logprobs.get(sequence.sequence_id, ()))
-    if sequence.scores.is_complete:
-        sequence.prompt_logprobs, sequence.scores = sequence.scores.told, None
+def _take_scores(sequence: DecodeSequence, scores: PromptScores, result: StepResult) -> None:
+    scores.take(result.prompt_logprobs.get(sequence.sequence_id, ()))
+    if scores.is_complete:
+        sequence.prompt_logprobs, sequence.scores = scores.told, None
 
 
 def _demand_of(sequence: DecodeSequence) -> PrefillDemand:

@@ -10,6 +10,7 @@ preempted comes back oldest first, and only into room that the running ones will
 Rows of drafts (`speculative.py`) get what is left then.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import sub
 
@@ -90,7 +91,7 @@ class _Running:
     """Running sequences while they are planned, by their place in the view. left_blocks: those that nobody was promised."""
 
     left_blocks: int
-    rows: list[int] = field(default_factory=list)
+    rows: Sequence[int] = ()
     grown: set[int] = field(default_factory=set)
     is_short: bool = False
 
@@ -122,12 +123,18 @@ def _plan_rows(view: DecodeView, limits: DecodeLimits) -> _Rows:
             preempt=(), grow=(), rows=view.running[:max_rows], drafts=drafts, left_blocks=view.num_available_blocks, is_short=False
         )
     running = _Running(view.num_available_blocks)
-    kept = _move_all(view, running)
+    if 0 in view.free_slots:
+        kept = _move_all(view, running)
+        rows = tuple([view.running[index] for index in running.rows[:max_rows]])
+    else:  # only drafts want blocks
+        kept = len(view.running)
+        running.rows = range(kept)
+        rows = view.running[:max_rows]
     drafts = _room_for_drafts(view, running, limits.block_size_tokens) if view.num_drafts else ()
     return _Rows(
         preempt=tuple(reversed(view.running[kept:])),
         grow=tuple([view.running[index] for index in sorted(running.grown)]),
-        rows=tuple([view.running[index] for index in running.rows[:max_rows]]),
+        rows=rows,
         drafts=drafts[:max_rows],
         left_blocks=running.left_blocks,
         is_short=running.is_short or kept < len(view.running),
@@ -137,6 +144,7 @@ def _plan_rows(view: DecodeView, limits: DecodeLimits) -> _Rows:
 def _move_all(view: DecodeView, running: _Running) -> int:
     """Find each sequence the room for one row, oldest first. Returns how many are kept; the youngest, from there on, are preempted."""
     kept = len(view.running)
+    rows: list[int] = []
     for index, free_slots in enumerate(view.free_slots):
         if index == kept:
             break
@@ -150,7 +158,8 @@ def _move_all(view: DecodeView, running: _Running) -> int:
                 continue
             running.left_blocks -= beyond_credit
             running.grown.add(index)
-        running.rows.append(index)
+        rows.append(index)
+    running.rows = rows
     return kept
 
 
@@ -158,14 +167,18 @@ def _room_for_drafts(view: DecodeView, running: _Running, block_size_tokens: int
     """Drafts of each planned row that find room: in its blocks, in one more of its credit, or in one that nobody needs now."""
     drafts = []
     for index in running.rows:
-        free_slots = view.free_slots[index] + block_size_tokens * (index in running.grown)
-        if free_slots <= view.num_drafts[index] and index not in running.grown:
+        free_slots, wanted = view.free_slots[index], view.num_drafts[index]
+        if free_slots > wanted:  # most of them
+            drafts.append(wanted)
+            continue
+        free_slots += block_size_tokens * (index in running.grown)
+        if free_slots <= wanted and index not in running.grown:
             beyond_credit = view.credit_blocks[index] == 0
             if not beyond_credit or (running.left_blocks > 0 and not running.is_short):
                 running.left_blocks -= beyond_credit
                 running.grown.add(index)
                 free_slots += block_size_tokens
-        drafts.append(min(view.num_drafts[index], free_slots - 1))
+        drafts.append(min(wanted, free_slots - 1))
     return tuple(drafts)
 
 

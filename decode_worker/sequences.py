@@ -5,6 +5,7 @@ Knows: order by age and how far each sequence has come. Does not know messages (
 
 import bisect
 import itertools
+import struct
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
@@ -13,8 +14,11 @@ from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.block_keys import extend_block_keys
-from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PeerId, SequenceId, TransferId, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
+
+_PACKERS = tuple(struct.Struct(f"<{count}i").pack for count in range(MOST_DRAFTS + 2))
+"""By number: as `pack_tokens`, for what a step draws."""
 
 
 @unique
@@ -46,6 +50,8 @@ class DecodeSequence:
     num_stored_tokens: how many are in the cache; the next row starts there. While running it is all but the newest token.
     num_published_blocks: how many are in the prefix index. num_covered_blocks: how many have a STEP holder.
     is_ready: the session takes the transfer for filled.
+    next_index: index of the next output token of the request, over all attempts. num_left_tokens: output tokens that it may still have.
+    Counted, too.
     last_token: the newest token that this attempt has emitted.
     drafts: guesses at what follows it. seed_hidden: the hidden state of the last stored token, from another worker: drafts can be made
     of it in the next step.
@@ -74,6 +80,8 @@ class DecodeSequence:
     num_published_blocks: int = 0
     num_covered_blocks: int = 0
     is_ready: bool = False
+    next_index: int = field(init=False)
+    num_left_tokens: int = field(init=False)
     last_token: int = -1
     drafts: tuple[int, ...] = ()
     seed_hidden: bytes | None = None
@@ -86,10 +94,9 @@ class DecodeSequence:
     awaits_grammar: bool = False
     record_grammar_digest: bytes | None = None
 
-    @property
-    def next_index(self) -> int:
-        """Index of the next output token of the request, over all attempts."""
-        return self.first_index + self.num_tokens - self.num_given_tokens
+    def __post_init__(self) -> None:
+        self.next_index = self.first_index + self.num_tokens - self.num_given_tokens
+        self.num_left_tokens = self.sampling.max_tokens - self.next_index
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end), new list."""
@@ -109,6 +116,8 @@ class DecodeSequence:
         assert self.finish is None, f"{self.sequence_id} has ended and gets another token"
         self.tokens += token.to_bytes(TOKEN_BYTES, "little", signed=True)
         self.num_tokens += 1
+        self.next_index += 1
+        self.num_left_tokens -= 1
         self.last_token = token
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -116,7 +125,7 @@ class DecodeSequence:
             self.history.extend((token,))
         if token in self.sampling.stop_token_ids:
             self.finish = FinishReason.STOP
-        elif self.next_index >= self.sampling.max_tokens:
+        elif self.num_left_tokens <= 0:
             self.finish = FinishReason.LENGTH
 
     def append_run(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()) -> tuple[int, ...]:
@@ -125,11 +134,18 @@ class DecodeSequence:
         logprobs: one for each of `tokens`, or none at all.
         """
         is_plain = self.history is None and not logprobs and self.finish is None
-        if is_plain and len(tokens) < self.num_left_tokens and not any(stop in tokens for stop in self.sampling.stop_token_ids):
-            self.tokens += pack_tokens(tokens)
-            self.num_tokens += len(tokens)
-            self.last_token = tokens[-1]
-            return tokens
+        count = len(tokens)
+        if is_plain and count < self.num_left_tokens:
+            for stop in self.sampling.stop_token_ids:  # few: half of what a set or `any` costs
+                if stop in tokens:
+                    break
+            else:
+                self.tokens += _PACKERS[count](*tokens)
+                self.num_tokens += count
+                self.next_index += count
+                self.num_left_tokens -= count
+                self.last_token = tokens[-1]
+                return tokens
         for number, (token, told) in enumerate(itertools.zip_longest(tokens, logprobs), start=1):
             self.append(token, told)
             if self.finish is not None:
@@ -143,11 +159,6 @@ class DecodeSequence:
     def has_grammar_of_record(self) -> bool:
         """Whether the grammar's state after the record's token is the one that prefill has, where both are known."""
         return self.grammar is None or self.record_grammar_digest in (None, self.grammar.digest())
-
-    @property
-    def num_left_tokens(self) -> int:
-        """Output tokens that the request may still have."""
-        return self.sampling.max_tokens - self.next_index
 
     @property
     def num_available_drafts(self) -> int:
@@ -172,8 +183,7 @@ class DecodeSequence:
         """Keys of the full blocks in the cache, as far as they are known by now."""
         num_full = self.num_stored_tokens // block_size_tokens
         if num_full > len(self.keys):
-            packed = PackedTokens(bytes(self.tokens))
-            self.keys = extend_block_keys(self.keys, packed, self.salt, block_size_tokens, looks_one_token_ahead)
+            self.keys = extend_block_keys(self.keys, self.tokens, self.salt, block_size_tokens, looks_one_token_ahead)
         return self.keys[:num_full]
 
 

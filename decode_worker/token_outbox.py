@@ -18,16 +18,23 @@ class TokenOutbox:
 
     def add(self, sequence: DecodeSequence, first_index: int, tokens: tuple[int, ...]) -> None:
         """The sequence's tokens from output index `first_index` on, up to its last; when it has ended, the delta says so."""
-        delta = TokenDelta(
-            sequence.transfer,
-            first_index,
-            tokens,
-            sequence.finish,
-            sequence.num_cached_tokens,
-            logprobs=sequence.logprobs_from(first_index) if sequence.logprobs else (),
-            prompt_logprobs=sequence.prompt_logprobs if first_index == 0 and tokens else (),
-        )
-        self._waiting.setdefault(sequence.router, []).append(delta)
+        if sequence.logprobs or first_index == 0:
+            delta = TokenDelta(
+                sequence.transfer,
+                first_index,
+                tokens,
+                sequence.finish,
+                sequence.num_cached_tokens,
+                logprobs=sequence.logprobs_from(first_index) if sequence.logprobs else (),
+                prompt_logprobs=sequence.prompt_logprobs if first_index == 0 and tokens else (),
+            )
+        else:
+            delta = TokenDelta(sequence.transfer, first_index, tokens, sequence.finish, sequence.num_cached_tokens)
+        waiting = self._waiting.get(sequence.router)
+        if waiting is None:
+            self._waiting[sequence.router] = [delta]
+        else:
+            waiting.append(delta)
 
     def flush(self) -> None:
         """Post one frame to each gateway that has tokens waiting. Never blocks; a gateway that cannot be reached asks again."""

@@ -1,12 +1,13 @@
 """The multi-token-prediction layer: from a row's hidden state and the token after it, a guess at the token after that.
 
-u = W_eh [RMS_e(emb(t_{P+1})) | RMS_h(h_P)]; u -> one full decoder layer at position P -> m = RMS(.); draft = argmax(head(m)).
-h_P is the target's hidden state *after* its final norm, and so is the m that the next draft step takes for it. Embedding, head and
-rotary table are the target's. Step 0 computes all rows of a target step and stores their keys; steps 1 .. k - 1 compute one row a
-sequence, each one position further, and attend to the list that step 0 chose for its last row.
+u = W_eh [RMS_e(emb(t_{P+1})) | RMS_h(h_P)]; u -> one full decoder layer at position P -> m = RMS(.); a draft is argmax(head(m)), or is
+drawn from its softmax. h_P is the target's hidden state *after* its final norm, and so is the m that the next draft step takes for it.
+Embedding, head and rotary table are the target's. Step 0 computes all rows of a target step and stores their keys; the steps after it
+compute one row a sequence, each one position further, and attend to the list that step 0 chose for its last row.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +18,12 @@ from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
 from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
-from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import MtpWeights
+
+Guess = Callable[[Tensor], Tensor | None]
+"""Drafts [R] int64 after rows of fp32 logits [R, V]; None when no further draft step is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,29 +49,29 @@ class MtpLayer:
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
         return add_rms_norm(residual, owed, self.weights.final_norm, eps, impl=impl)[1], selection
 
-    def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, num_drafts: int, cache: PagedCache) -> Tensor:
-        """The drafts of step 0 and of `num_drafts - 1` further steps: [R, num_drafts] int64.
+    def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess, cache: PagedCache) -> int:
+        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
 
         recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
         The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
         step 0 overwrites it.
         """
         hidden = recycled.index_select(0, rows)
-        drafts = [self._guess(hidden)]
-        if num_drafts > 1:
-            region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
-            step = _one_row_each(batch, rows)
-            chosen = self.layer.attention.group.compact(selection.lists, rows, step, region, self.target.numerics.impl)
-            first, last = step.positions, self.target.rope.cos.shape[0] - 1
-            for number in range(1, num_drafts):
-                # A draft beyond the longest sequence is never verified; it only must have a position.
-                positions = (first + number).clamp_max(last)
-                hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts[-1], positions=positions), cache, chosen)
-                drafts.append(self._guess(hidden))
-        return torch.stack(drafts, dim=1)
-
-    def _guess(self, hidden: Tensor) -> Tensor:
-        return vocab_argmax(self.target.logits(hidden), impl=self.target.numerics.impl).ids
+        drafts = guess(self.target.logits(hidden))
+        if drafts is None:
+            return 1
+        region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
+        step = _one_row_each(batch, rows)
+        chosen = self.layer.attention.group.compact(selection.lists, rows, step, region, self.target.numerics.impl)
+        first, last = step.positions, self.target.rope.cos.shape[0] - 1
+        num_steps = 1
+        while drafts is not None:
+            # A draft beyond the longest sequence is never verified; it only must have a position.
+            positions = (first + num_steps).clamp_max(last)
+            hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts, positions=positions), cache, chosen)
+            drafts = guess(self.target.logits(hidden))
+            num_steps += 1
+        return num_steps
 
 
 def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None = None) -> MtpLayer:

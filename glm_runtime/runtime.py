@@ -111,7 +111,9 @@ class GlmRuntime:
         """Bind the model to a pool. The memory must outlive the runner. Raises ValueError if its blocks have another size."""
         if pool_memory.block_bytes != self.layout.block_bytes:
             raise ValueError(f"the pool's blocks have {pool_memory.block_bytes} bytes; this layout's have {self.layout.block_bytes}")
-        return ModelRunner(self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks), self.mtp)
+        return ModelRunner(
+            self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks), self.mtp, self.runtime_config.verification
+        )
 
 
 def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layout: CacheLayout) -> None:
@@ -133,6 +135,11 @@ def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layou
             raise ConfigError(f"is {value}; expected at least 1", path=f"runtime.{name}")
     if not 0 <= runtime_config.max_drafts <= MOST_DRAFTS:
         raise ConfigError(f"is {runtime_config.max_drafts}; expected 0 (off) to {MOST_DRAFTS}", path="runtime.max_drafts")
+    least = runtime_config.min_draft_probability
+    if least is not None and not 0.0 <= least <= 1.0:
+        raise ConfigError(f"is {least}; expected 0 (never stop) to 1", path="runtime.min_draft_probability")
+    if runtime_config.verification not in ("exact", "ratio", "ratio_greedy"):
+        raise ConfigError(f"is {runtime_config.verification!r}; expected 'exact', 'ratio' or 'ratio_greedy'", path="runtime.verification")
     if runtime_config.numerics not in ("deterministic", "fast"):
         raise ConfigError(f"is {runtime_config.numerics!r}; expected 'deterministic' or 'fast'", path="runtime.numerics")
     if runtime_config.kernels not in ("auto", "native", "torch"):

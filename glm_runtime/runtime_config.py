@@ -12,6 +12,7 @@ IndexScaleChoice = Literal["auto", "none", "fp32", "ue8m0"]
 BackendChoice = Literal["auto", "native", "flashmla_sparse", "flashinfer_mla_sparse"]
 NumericsChoice = Literal["deterministic", "fast"]
 KernelsChoice = Literal["auto", "native", "torch"]
+VerificationChoice = Literal["exact", "ratio", "ratio_greedy"]
 
 MOST_DRAFTS = 8
 """A step's rows per sequence stay below the smallest block, so that one more block is always enough for them."""
@@ -30,6 +31,11 @@ class RuntimeConfig:
     step may have. max_model_len_tokens: longest sequence; None takes the model's max_position_embeddings.
     max_drafts: most tokens that the MTP layer guesses ahead of a step, 1 to 8; 0 leaves the layer out, its weights and its part of the
     cache too. A checkpoint without an MTP layer takes it for 0. adapts_drafts: make fewer, or none, while that is measured to be faster.
+    min_draft_probability: a draft less likely than this to hold, by the MTP layer's own probabilities, is not verified and ends its
+    sequence's drafts of the step; 0 never. None leaves it to what is measured where `adapts_drafts`, and is never elsewhere. Drafts
+    that are drawn are exempt.
+    verification: "exact": a draft holds iff it is the token drawn without it. "ratio": drafts of requests that are not greedy are drawn,
+    and hold by the ratio of probabilities; "ratio_greedy": they are the best guesses, and hold with the probability the target gives them.
     """
 
     checkpoint: Path
@@ -46,6 +52,8 @@ class RuntimeConfig:
     block_size_tokens: int = 64
     max_drafts: int = 5
     adapts_drafts: bool = True
+    min_draft_probability: float | None = None
+    verification: VerificationChoice = "exact"
 
 
 def choose_max_drafts(runtime_config: RuntimeConfig, config: GlmConfig) -> int:

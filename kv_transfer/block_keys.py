@@ -21,12 +21,15 @@ def block_keys(tokens: PackedTokens, salt: bytes, block_size_tokens: int, looks_
 
 
 def extend_block_keys(
-    known: list[bytes], tokens: PackedTokens, salt: bytes, block_size_tokens: int, looks_one_token_ahead: bool
+    known: list[bytes], tokens: PackedTokens | bytearray, salt: bytes, block_size_tokens: int, looks_one_token_ahead: bool
 ) -> list[bytes]:
-    """The keys of `tokens` when those of its first `len(known)` blocks are known already: all of them, new list."""
+    """The keys of `tokens` when those of its first `len(known)` blocks are known already: all of them, new list.
+
+    tokens: packed; also where they still grow, since copying a long context costs more than the key of its newest block.
+    """
     extra_tokens = 1 if looks_one_token_ahead else 0
     num_full = max(count_tokens(tokens) - extra_tokens, 0) // block_size_tokens
-    keys = list(known[:num_full])
+    keys = known[:num_full]
     parent = keys[-1] if keys else hashlib.sha256(salt).digest()
     stride = block_size_tokens * TOKEN_BYTES
     view = memoryview(tokens)

@@ -29,6 +29,9 @@ class HolderKind(Enum):
     STEP = "step"
     QUARANTINE = "quarantine"
 
+    __hash__ = object.__hash__
+    """Members are single, and an enum's own hash is a call of Python for every set that a holder is put into."""
+
 
 class Holder(NamedTuple):
     """One reason, by name. owner: the transfer (COMPUTE, SEALED, REQUEST), READ (HANDLE), step number (STEP) or peer (QUARANTINE)."""
@@ -168,8 +171,9 @@ class BlockPool:
 
     def advance(self, block_ids: Iterable[BlockId], event: BlockEvent) -> None:
         """Move each block along BLOCK_TRANSITIONS. Raises IllegalTransition."""
+        states = self._states
         for block_id in block_ids:
-            self._states[block_id] = advance(BLOCK_TRANSITIONS, self._states[block_id], event)
+            states[block_id] = advance(BLOCK_TRANSITIONS, states[block_id], event)
 
     def state(self, block_id: BlockId) -> BlockState:
         """Where the block is in its life."""

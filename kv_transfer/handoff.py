@@ -156,6 +156,8 @@ class BlockState(Enum):
     DRAIN = "drain"
     QUARANTINED = "quarantined"
 
+    __hash__ = object.__hash__  # as of events: an enum's own is a call of Python, and blocks move in every step
+
 
 @unique
 class BlockEvent(Enum):
@@ -169,6 +171,8 @@ class BlockEvent(Enum):
     COMPUTED = "computed"
     QUARANTINED = "quarantined"
     RELEASED = "released"
+
+    __hash__ = object.__hash__
 
 
 BLOCK_TRANSITIONS: dict[BlockState, dict[BlockEvent, BlockState]] = {

@@ -27,7 +27,7 @@ PackedTokens = NewType("PackedTokens", bytes)
 TOKEN_BYTES = 4
 
 
-class TransferId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class TransferId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One attempt of one request between one pair of processes; it is in every message about that attempt.
 
     `source_incarnation` is 0 when the sink fills the prompt itself (source "local").
@@ -66,6 +66,6 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return tokens.tolist()
 
 
-def count_tokens(packed: bytes) -> int:
+def count_tokens(packed: bytes | bytearray) -> int:
     """Number of tokens in a packed sequence."""
     return len(packed) // TOKEN_BYTES

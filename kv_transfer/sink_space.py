@@ -47,7 +47,7 @@ class SinkSpace:
     def allocate(self, pool: BlockPool, places: Iterable[int]) -> tuple[BlockId, ...]:
         """Blocks for these places of the table, out of the credit as far as it goes; the caller has checked that there are enough."""
         empty = list(places)
-        assert not any(place in self._blocks for place in empty), "a place of the table is filled once"
+        assert self._blocks.keys().isdisjoint(empty), "a place of the table is filled once"
         ids = pool.allocate(len(empty), self._holder)
         self._blocks.update(zip(empty, ids, strict=True))
         self._take_from_credit(pool, len(empty))
@@ -56,7 +56,7 @@ class SinkSpace:
     def grow(self, pool: BlockPool, num_blocks: int) -> tuple[BlockId, ...]:
         """Append blocks; those. Raises PoolExhausted when what goes beyond the credit is promised to others."""
         beyond = max(num_blocks - self.credit_blocks, 0)
-        if beyond > pool.num_unpromised:
+        if beyond and beyond > pool.num_unpromised:
             text = f"{beyond} blocks beyond the credit are needed and {pool.num_unpromised} are not promised"
             raise PoolExhausted(text, needed=num_blocks)
         first = len(self._blocks)

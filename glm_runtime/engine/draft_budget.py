@@ -3,6 +3,9 @@
 With k drafts a sequence gets 1 + A_1 + ... + A_k tokens a step, A_j being the share of drafts at position j that hold. The step costs a
 target forward over 1 + k rows a sequence, and k draft steps. Few rows more are nearly free while a step is bound by reading weights or
 by its own overhead, and dear once it is bound by arithmetic or each row wakes other experts; so the best k falls with the batch.
+
+Where drafting stops early (`draft_stop.py`), only a share M_j of the sequences makes a draft at position j: a sequence then gets
+1 + A_1 M_1 + ... + A_k M_k tokens of 1 + M_1 + ... + M_k rows. No shares given means all of them.
 """
 
 from bisect import bisect_left
@@ -44,23 +47,35 @@ class StepCosts:
     further: CostCurve
     overhead_s: float = 0.0
 
-    def step_s(self, num_sequences: int, num_drafts: int) -> float:
+    def step_s(self, num_sequences: int, num_drafts: int, made: Sequence[float] = ()) -> float:
         """One step with `num_drafts` drafts for each sequence. Without drafts the layer's keys still are computed, by draft step 0."""
-        return self.overhead_s + self.target.seconds(num_sequences * (1 + num_drafts)) + self.draft_s(num_sequences, num_drafts)
+        rows = num_sequences * (1.0 + (sum(made[:num_drafts]) if made else num_drafts))
+        return self.overhead_s + self.target.seconds(rows) + self.draft_s(num_sequences, num_drafts, made)
 
-    def draft_s(self, num_sequences: int, num_drafts: int) -> float:
-        """The draft steps of one step."""
-        return self.first.seconds(num_sequences) + max(num_drafts - 1, 0) * self.further.seconds(num_sequences)
+    def draft_s(self, num_sequences: int, num_drafts: int, made: Sequence[float] = ()) -> float:
+        """The draft steps of one step. Each is made as long as one sequence goes on, at most with the sum of their chances to."""
+        num_further = max(num_drafts - 1, 0)
+        num_made = sum([min(num_sequences * share, 1.0) for share in made[:num_further]]) if made else num_further
+        return self.first.seconds(num_sequences) + num_made * self.further.seconds(num_sequences)
 
 
-def expected_tokens(acceptance: Sequence[float], num_drafts: int) -> float:
+def expected_tokens(acceptance: Sequence[float], num_drafts: int, made: Sequence[float] = ()) -> float:
     """Tokens that a sequence gets of a step."""
+    if made:
+        return 1.0 + sum([held * share for held, share in zip(acceptance[:num_drafts], made, strict=False)])
     return 1.0 + sum(acceptance[:num_drafts])
 
 
-def choose_draft_budget(acceptance: Sequence[float], costs: StepCosts, *, num_sequences: int, current: int, max_drafts: int) -> int:
-    """Drafts of each sequence in the next step, 0 to `max_drafts`: the fastest, unless it beats `current` by less than the hysteresis."""
-    speeds = [expected_tokens(acceptance, drafts) / max(costs.step_s(num_sequences, drafts), 1e-9) for drafts in range(max_drafts + 1)]
+def choose_draft_budget(
+    acceptance: Sequence[float], costs: StepCosts, *, num_sequences: int, current: int, max_drafts: int, made: Sequence[float] = ()
+) -> int:
+    """Drafts of each sequence in the next step, 0 to `max_drafts`: the fastest, unless it beats `current` by less than the hysteresis.
+
+    acceptance: share that holds of the drafts made at each position. made: share of the sequences that make one there.
+    """
+    speeds = [
+        expected_tokens(acceptance, drafts, made) / max(costs.step_s(num_sequences, drafts, made), 1e-9) for drafts in range(max_drafts + 1)
+    ]
     best = max(range(max_drafts + 1), key=lambda drafts: speeds[drafts])
     kept = min(current, max_drafts)
     return best if speeds[best] > speeds[kept] * (1 + HYSTERESIS) else kept

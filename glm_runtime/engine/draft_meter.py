@@ -1,6 +1,7 @@
 """What drafting is measured to give and to cost. Time is passed in."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_budget import CostCurve, StepCosts
@@ -25,12 +26,32 @@ class DraftMeter:
         self._accepted = [0] * MOST_DRAFTS
         self._recent_drafted = [0.0] * MOST_DRAFTS
         self._recent_accepted = [0.0] * MOST_DRAFTS
+        self._recent_wanted = [0.0] * MOST_DRAFTS
+        self._recent_made = [0.0] * MOST_DRAFTS
 
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
         if num_drafted:
             outcome = (num_drafted, num_accepted)
             self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
+
+    def count_all(self, outcomes: Iterable[tuple[int, int]]) -> None:
+        """Many sequences' parts: how many each had drafted, at least one, and how many of them held."""
+        for outcome, count in Counter(outcomes).items():
+            self._waiting[outcome] = self._waiting.get(outcome, 0) + count
+
+    def count_made(self, lengths: Iterable[int], num_wanted: int) -> None:
+        """What one step has made of drafts: how many for each sequence, of `num_wanted`. Only asked for where drafting stops early."""
+        for length, count in Counter(lengths).items():
+            kept = FORGETTING**count
+            for position in range(num_wanted):
+                self._recent_wanted[position] = self._recent_wanted[position] * kept + count
+                self._recent_made[position] = self._recent_made[position] * kept + (count if position < length else 0)
+
+    @property
+    def made(self) -> tuple[float, ...]:
+        """Share of the sequences that made a draft, by position; all of them where nothing is known, and never more than before it."""
+        return _shares(self._recent_wanted, self._recent_made, 1.0)
 
     @property
     def drafted(self) -> list[int]:
@@ -65,13 +86,17 @@ class DraftMeter:
         again when the earlier ones do well.
         """
         self._fold()
-        shares: list[float] = []
-        before, assumed = 1.0, FIRST_ACCEPTANCE
-        for drafted, accepted in zip(self._recent_drafted, self._recent_accepted, strict=True):
-            share = min((accepted + PRIOR_DRAFTS * assumed) / (drafted + PRIOR_DRAFTS), before)
-            shares.append(share)
-            before, assumed = share, share * (share / before if before else 0.0)
-        return tuple(shares)
+        return _shares(self._recent_drafted, self._recent_accepted, FIRST_ACCEPTANCE)
+
+
+def _shares(numbers: Sequence[float], counted: Sequence[float], first: float) -> tuple[float, ...]:
+    shares: list[float] = []
+    before, assumed = 1.0, first
+    for number, count in zip(numbers, counted, strict=True):
+        share = min((count + PRIOR_DRAFTS * assumed) / (number + PRIOR_DRAFTS), before)
+        shares.append(share)
+        before, assumed = share, share * (share / before if before else 0.0)
+    return tuple(shares)
 
 
 class CostMeter:
@@ -109,13 +134,13 @@ class SpeculationMeter:
 
     def take(self, *, num_rows: int, num_sequences: int, num_drafts: int, target_s: float, draft_s: float, step_s: float) -> None:
         """A step of decode rows alone. num_drafts: made for the next step by each sequence; step_s: all of it."""
-        costs = self.costs()
-        expected_s = costs.draft_s(num_sequences, num_drafts)
+        first_s, further_s = self._first.curve().seconds(num_sequences), self._further.curve().seconds(num_sequences)
+        expected_s = first_s + max(num_drafts - 1, 0) * further_s
         # What was seen is the sum of both kinds of draft step: each moves by the same share, or gets an equal one at first.
         share = draft_s / expected_s if expected_s else draft_s / max(num_drafts, 1)
         self._target.take(num_rows, target_s)
-        self._first.take(num_sequences, (costs.first.seconds(num_sequences) or 1.0) * share)
-        self._further.take(num_sequences, (costs.further.seconds(num_sequences) or 1.0) * share)
+        self._first.take(num_sequences, (first_s or 1.0) * share)
+        self._further.take(num_sequences, (further_s or 1.0) * share)
         self._overhead_s += SMOOTHING * (max(step_s - target_s - draft_s, 0.0) - self._overhead_s)
 
     def costs(self) -> StepCosts:

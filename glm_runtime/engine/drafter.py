@@ -1,8 +1,10 @@
 """Runs the MTP layer beside the target's steps: keeps its keys as far as the target's, and makes the next step's drafts.
 
-Knows: which rows of a step stand and which token follows each. Does not know how many drafts pay (the schedulers).
+Knows: which rows of a step stand and which token follows each. Does not know how many drafts pay (the schedulers, `draft_stop.py`) or
+how one is guessed (`draft_run.py`).
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -11,9 +13,13 @@ from torch import Tensor
 
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
+from glm_runtime.engine.draft_run import DraftRun
+from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.sampling.parameters import is_greedy
+from glm_runtime.sampling.ratio_test import DraftSource, Probabilities
 from glm_runtime.step_batch import StepBatch
 from kv_transfer.identity import SequenceId
 
@@ -21,12 +27,20 @@ Runs = Mapping[SequenceId, tuple[int, ...]]
 
 
 class Drafter:
-    """One MTP layer bound to one pool. Called between target steps, on their thread, under inference mode."""
+    """One MTP layer bound to one pool. Called between target steps, on their thread, under inference mode.
 
-    def __init__(self, mtp: MtpLayer, cache: PagedCache, tables: BlockTables) -> None:
+    draws: drafts of sequences that are not greedy are drawn from the layer's distribution, not its best token.
+    proposals: what the drafts of the newest step were drawn from, for those that were; a sequence that is not in the next step loses them.
+    num_steps: draft steps that the newest `follow` has made.
+    """
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, tables: BlockTables, *, draws: bool = False) -> None:
+        self.proposals: dict[SequenceId, Sequence[Probabilities]] = {}
+        self.num_steps = 0
         self._mtp = mtp
         self._cache = cache
         self._tables = tables
+        self._draws = draws
 
     def seed(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
@@ -43,8 +57,8 @@ class Drafter:
         dtype = self._mtp.target.numerics.dtype
         hidden = torch.stack([torch.frombuffer(bytearray(piece.seed_hidden or b""), dtype=dtype) for piece in seeded])
         wanted = {piece.sequence_id: piece.num_seed_drafts for piece in seeded}
-        drafts = self._run(rows, hidden, wanted)
-        return StepPlan(step_number=plan.step_number, slices=tuple(_with_drafts(piece, drafts) for piece in plan.slices))
+        drafts = self._run(rows, hidden, wanted, self._sources(seeded, {}), None)  # the plan has rows for all of them
+        return dataclasses.replace(plan, slices=tuple(_with_drafts(piece, drafts) for piece in plan.slices))
 
     def follow(self, plan: StepPlan, hidden: Tensor, runs: Runs) -> Runs:
         """Draft step 0 over the rows of a target step that stand, then the further steps of those that want drafts.
@@ -55,10 +69,33 @@ class Drafter:
         num_kept = [len(piece.tokens) for piece in rows]
         if sum(num_kept) < plan.num_tokens:
             hidden = hidden.index_select(0, torch.tensor(list(_kept_rows(plan.slices, num_kept)), dtype=torch.int64))
-        wanted = {piece.sequence_id: piece.num_next_drafts for piece in plan.slices if piece.num_next_drafts and piece.sampling is not None}
-        return self._run(rows, hidden, wanted)
+        wanted = {piece.sequence_id: piece.num_next_drafts for piece in plan.slices if _goes_on(piece, runs)}
+        self.proposals = {}
+        self.num_steps = 0
+        return self._run(rows, hidden, wanted, self._sources(plan.slices, runs), plan.stop_rule)
 
-    def _run(self, slices: Sequence[SequenceSlice], hidden: Tensor, wanted: Mapping[SequenceId, int]) -> Runs:
+    def _sources(self, slices: Sequence[SequenceSlice], runs: Runs) -> dict[SequenceId, DraftSource]:
+        """How drafts are drawn of those that draw them; `runs`: what stands between the slice's first token index and the first draft."""
+        if not self._draws:
+            return {}
+        return {
+            piece.sequence_id: DraftSource(
+                seed=piece.sampling.seed,
+                token_index=piece.token_index + len(runs.get(piece.sequence_id, ())),
+                temperature=piece.sampling.temperature,
+            )
+            for piece in slices
+            if piece.sampling is not None and not is_greedy(piece.sampling)
+        }
+
+    def _run(
+        self,
+        slices: Sequence[SequenceSlice],
+        hidden: Tensor,
+        wanted: Mapping[SequenceId, int],
+        sources: Mapping[SequenceId, DraftSource],
+        rule: StopRule | None,
+    ) -> Runs:
         batch = self._batch(slices)
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
         recycled, selection = self._mtp.forward(padded, batch, self._cache)
@@ -68,9 +105,13 @@ class Drafter:
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
         ]
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
-        drafts = self._mtp.draft(recycled, batch, selection, rows, max(wanted.values()), self._cache)
-        guesses: list[list[int]] = drafts.tolist()
-        return {name: tuple(guessed[: wanted[name]]) for (name, _), guessed in zip(drafting, guesses, strict=True)}
+        names = [name for name, _ in drafting]
+        run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
+        self.num_steps = self._mtp.draft(recycled, batch, selection, rows, run.take, self._cache)
+        for name, proposed, num_kept in zip(names, run.proposals, run.num_kept, strict=True):
+            if proposed:
+                self.proposals[name] = proposed[:num_kept]
+        return dict(zip(names, run.drafts(), strict=True))
 
     def _batch(self, slices: Sequence[SequenceSlice]) -> StepBatch:
         return build_batch(
@@ -101,6 +142,14 @@ def _shifted(piece: SequenceSlice, run: tuple[int, ...]) -> SequenceSlice:
         start=piece.start,
         block_table=piece.block_table,
     )
+
+
+def _goes_on(piece: SequenceSlice, runs: Runs) -> bool:
+    """Whether drafts are wanted: none are for a request that has ended, whose last tokens would wait for them."""
+    sampling, run = piece.sampling, runs.get(piece.sequence_id, ())
+    if sampling is None or not piece.num_next_drafts or piece.token_index + len(run) >= sampling.max_tokens:
+        return False
+    return not any(stop in run for stop in sampling.stop_token_ids)
 
 
 def _kept_rows(slices: Sequence[SequenceSlice], num_kept: Sequence[int]) -> Iterator[int]:

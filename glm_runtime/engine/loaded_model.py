@@ -38,8 +38,8 @@ class LoadedModel:
     """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held.
 
     max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. adapts_drafts: fewer while that is faster, by
-    what is measured while serving and, before that, by `measured_costs`. grammars: None where the tokenizer does not serve for
-    constrained output.
+    what is measured while serving and, before that, by `measured_costs`. min_draft_probability: see `RuntimeConfig`. grammars: None
+    where the tokenizer does not serve for constrained output.
     """
 
     runner: StepRunner
@@ -51,6 +51,7 @@ class LoadedModel:
     max_step_tokens: int
     max_drafts: int = 0
     adapts_drafts: bool = False
+    min_draft_probability: float | None = None
     measured_costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     grammars: GrammarCompiler | None = None
 
@@ -94,6 +95,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
         max_step_tokens=runtime_config.max_step_tokens,
         max_drafts=runtime.max_drafts,
         adapts_drafts=runtime_config.adapts_drafts,
+        min_draft_probability=runtime_config.min_draft_probability,
         measured_costs=_measure(runner, runtime),
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
     )

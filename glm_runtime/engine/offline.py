@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from glm_runtime.engine.draft_meter import DraftMeter
+from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
@@ -105,7 +106,8 @@ def generate(
 
     chunk_tokens: most prompt tokens of a sequence per step (None: as many as the step may have). max_batch_sequences: most
     sequences at a time; the next one starts when one has ended and its blocks fit. max_drafts: tokens guessed ahead of each step (None:
-    as the runtime is configured; always so many). Results depend on none of them in deterministic mode. drafts: counts them.
+    as the runtime is configured; always so many, but for `runtime.min_draft_probability`). Results depend on none of them in deterministic
+    mode with `runtime.verification` "exact". drafts: counts them.
     Raises PromptTooLong, before anything is computed, when a prompt and its max_tokens exceed the model's length or the pool, and
     InvalidRequest for a grammar that cannot be used.
     """
@@ -124,6 +126,8 @@ def generate(
     runner = runtime.attach(PoolMemory(num_blocks, runtime.layout.block_bytes))
     free = [BlockId(block) for block in reversed(range(num_blocks))]
     num_drafts = runtime.max_drafts if max_drafts is None else min(max_drafts, runtime.max_drafts)
+    least = runtime.runtime_config.min_draft_probability
+    rule = StopRule(row=least) if least else None
     waiting, running = deque(sequences), list[_Sequence]()
     step_number = 0
     while waiting or running:
@@ -131,7 +135,7 @@ def generate(
             sequence = waiting.popleft()
             sequence.block_table = [free.pop() for _ in range(sequence.num_blocks(block_size_tokens))]
             running.append(sequence)
-        planned, result = _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts)
+        planned, result = _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts, rule)
         for sequence, piece in planned:
             if drafts is not None and piece.num_drafts:
                 drafts.count(num_drafted=piece.num_drafts, num_accepted=len(result.samples[piece.sequence_id]) - 1)
@@ -172,6 +176,7 @@ def _step(
     budget_tokens: int,
     chunk_tokens: int | None,
     num_drafts: int,
+    rule: StopRule | None,
 ) -> tuple[list[tuple[_Sequence, SequenceSlice]], StepResult]:
     """One step over as many sequences as the budget allows, decode rows and chunks mixed."""
     planned: list[tuple[_Sequence, SequenceSlice]] = []
@@ -180,5 +185,5 @@ def _step(
             piece = sequence.next_slice(min(budget_tokens, chunk_tokens or budget_tokens), num_drafts)
             planned.append((sequence, piece))
             budget_tokens -= len(piece.tokens)
-    result = runner.run(StepPlan(step_number=step_number, slices=tuple(piece for _, piece in planned)))
+    result = runner.run(StepPlan(step_number=step_number, slices=tuple(piece for _, piece in planned), stop_rule=rule))
     return planned, result

@@ -17,6 +17,7 @@ from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
 from kv_transfer.identity import SequenceId
@@ -29,13 +30,14 @@ class ModelRunner:
     Made by `GlmRuntime.attach`. `run` may be called while other threads read or write blocks that the plan does not name.
     """
 
-    def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None) -> None:
+    def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None, verification: VerificationChoice = "exact") -> None:
         for group in model.groups:
             group.check_regions([cache.region(MLA_KV, layer) for layer in group.layers])
         self.model = model
         self.cache = cache
         self._tables = BlockTables(cache.num_blocks)
-        self._drafter = Drafter(mtp, cache, self._tables) if mtp is not None else None
+        self._verification = verification
+        self._drafter = Drafter(mtp, cache, self._tables, draws=verification == "ratio") if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, store their keys in the cache, and draw the tokens it asks for.
@@ -54,7 +56,8 @@ class ModelRunner:
             seeded_at_s = time.perf_counter()
             hidden = self.forward(plan)
             logits_of = partial(self._finite_logits, plan)
-            drawn = draw(plan, hidden, logits_of)
+            proposals = self._drafter.proposals if self._drafter is not None else None
+            drawn = draw(plan, hidden, logits_of, self._verification, proposals)
             samples = {name: tuple([each.token for each in standing]) for name, standing in drawn.items()}
             prompt_logprobs = score_prompts(plan, hidden, logits_of)
             drawn_at_s = time.perf_counter()
@@ -66,6 +69,7 @@ class ModelRunner:
                 prompt_logprobs=prompt_logprobs,
                 drafts=drafts,
                 hidden_states=_kept_hidden(plan, hidden),
+                num_draft_steps=self._drafter.num_steps if self._drafter is not None else 0,
                 target_s=drawn_at_s - seeded_at_s,
                 draft_s=time.perf_counter() - drawn_at_s + seeded_at_s - started_at_s,
             )

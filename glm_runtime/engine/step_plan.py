@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.identity import BlockId, SequenceId
@@ -68,10 +69,14 @@ class SequenceSlice(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One forward over any mix of prefill chunks and decode rows. A sequence occurs at most once."""
+    """One forward over any mix of prefill chunks and decode rows. A sequence occurs at most once.
+
+    stop_rule: when fewer drafts than `num_next_drafts` are made; None is never.
+    """
 
     step_number: int
     slices: tuple[SequenceSlice, ...]
+    stop_rule: StopRule | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +90,8 @@ class StepResult:
 
     samples: one token or more for each: the drafts that held, then the first token that no draft foretold. logprobs: of those, where the
     parameters ask for them. prompt_logprobs: of each slice's `following`. drafts: guesses at what follows the samples. hidden_states:
-    raw bytes in the runtime's dtype. target_s, draft_s: how long the target and the MTP layer took.
+    raw bytes in the runtime's dtype. num_draft_steps: draft steps that were made for the next step, 0 where nobody wanted drafts.
+    target_s, draft_s: how long the target and the MTP layer took.
     """
 
     step_number: int
@@ -94,5 +100,6 @@ class StepResult:
     prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     drafts: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
     hidden_states: Mapping[SequenceId, bytes] = field(default_factory=dict)
+    num_draft_steps: int = 0
     target_s: float = 0.0
     draft_s: float = 0.0

@@ -12,7 +12,10 @@ from torch import Tensor
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.engine.verification import accepted_run
 from glm_runtime.ops.vocab_argmax import Best
+from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.logprobs import token_logprobs
+from glm_runtime.sampling.parameters import is_greedy
+from glm_runtime.sampling.ratio_test import DraftedRun, Probabilities, verify_runs
 from glm_runtime.sampling.rows import Sample, SampleRow
 from glm_runtime.sampling.sampler import sample_rows
 from kv_transfer.identity import SequenceId
@@ -21,14 +24,18 @@ from kv_transfer.messages import TokenLogprobs
 LogitsOf = Callable[[Tensor], tuple[Tensor, Best]]
 """fp32 logits [M, V] of rows of hidden states, and the best of each row."""
 
+Proposals = Mapping[SequenceId, Sequence[Probabilities]]
+
 PROMPT_ROWS_AT_ONCE = 64
 """Prompt rows whose logits are in memory together: 40 MB at a vocabulary of 154,880."""
 
 
-def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId, tuple[Sample, ...]]:
-    """What stands, by sequence: the samples up to and with the first that its draft did not foretell.
+def draw(
+    plan: StepPlan, hidden: Tensor, logits_of: LogitsOf, verification: VerificationChoice = "exact", proposals: Proposals | None = None
+) -> dict[SequenceId, tuple[Sample, ...]]:
+    """What stands, by sequence: the drafts that held and one token more.
 
-    hidden: [rows, hidden] of all the plan's rows.
+    hidden: [rows, hidden] of all the plan's rows. proposals: what drafts were drawn from, by sequence, where `verification` is "ratio".
     """
     places: list[int] = []
     rows: list[SampleRow] = []
@@ -43,7 +50,29 @@ def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId
     if not rows:
         return {}
     logits, best = logits_of(hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(places)))
-    samples = sample_rows(logits, rows, best)
+    if verification == "exact":
+        return _drawn(asking, sample_rows(logits, rows, best))
+    return _draw_by_ratio(asking, rows, logits, proposals or {})
+
+
+def _draw_by_ratio(
+    asking: Sequence[SequenceSlice], rows: Sequence[SampleRow], logits: Tensor, proposals: Proposals
+) -> dict[SequenceId, tuple[Sample, ...]]:
+    """Of drafts that are tested by their ratio, and of the others: greedy slices, and those without drafts."""
+    is_tested = [piece.num_drafts > 0 and not is_greedy(rows[0].parameters) for piece, rows in _with_rows(asking, rows)]
+    parts = []
+    for tested in (False, True):
+        own = [tested is each for each, piece in zip(is_tested, asking, strict=True) for _ in range(piece.num_drafts + 1)]
+        pieces = [piece for each, piece in zip(is_tested, asking, strict=True) if each is tested]
+        parts.append((pieces, [row for row, is_own in zip(rows, own, strict=True) if is_own], logits[torch.tensor(own)]))
+    (plain, plain_rows, plain_logits), (tested_pieces, tested_rows, tested_logits) = parts
+    drawn = _drawn(plain, sample_rows(plain_logits, plain_rows)) if plain else {}
+    runs = [_drafted(piece, rows, proposals) for piece, rows in _with_rows(tested_pieces, tested_rows)]
+    return drawn | dict(zip([piece.sequence_id for piece in tested_pieces], verify_runs(tested_logits, runs), strict=True))
+
+
+def _drawn(asking: Sequence[SequenceSlice], samples: Sequence[Sample]) -> dict[SequenceId, tuple[Sample, ...]]:
+    """The samples up to and with the first that its draft did not foretell."""
     drawn = {}
     first = 0
     for piece in asking:
@@ -52,6 +81,20 @@ def draw(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> dict[SequenceId
         run = accepted_run([one.token for one in own], piece.tokens[piece.num_given :]) if piece.num_drafts else own
         drawn[piece.sequence_id] = tuple(own[: len(run)])
     return drawn
+
+
+def _with_rows(pieces: Sequence[SequenceSlice], rows: Sequence[SampleRow]) -> Iterator[tuple[SequenceSlice, Sequence[SampleRow]]]:
+    first = 0
+    for piece in pieces:
+        yield piece, rows[first : first + piece.num_drafts + 1]
+        first += piece.num_drafts + 1
+
+
+def _drafted(piece: SequenceSlice, rows: Sequence[SampleRow], proposals: Proposals) -> DraftedRun:
+    """Drafts of which nobody knows (any more) what they were drawn from are verified as best guesses: that is exact for any guess."""
+    proposed = proposals.get(piece.sequence_id)
+    drafts = piece.tokens[piece.num_given :]
+    return DraftedRun(rows=rows, drafts=drafts, proposed=proposed[: len(drafts)] if proposed is not None else None)
 
 
 def _rows(piece: SequenceSlice) -> Iterator[SampleRow]:

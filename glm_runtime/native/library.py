@@ -28,6 +28,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_fused_norm_rope": (_P, _I, _P, _I, _I, *(_P,) * 4, _I, *(_P,) * 9, *(_I,) * 7, _F, _F),
     "glm_moe_route": (_P, _I, _P, _P, _P, _P, *(_I,) * 6, _F),
     "glm_vocab_argmax": (_P, _I, _I, _P, _P, _P, _I, _I),
+    "glm_top_probability": (_P, _I, _I, _P, _P, _I, _I),
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
     "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),

@@ -5,6 +5,7 @@ vocabulary ids, token index, stream, 0). So the noise of a token does not depend
 which part of the vocabulary is looked at, and a GPU kernel can make the same words.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum, unique
 
 import numpy as np
@@ -24,6 +25,9 @@ class Stream(IntEnum):
     """What the words are for; two uses of one (seed, token index) must not share them."""
 
     SAMPLE = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVER = 3
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, Words, Words, Words]:
@@ -48,3 +52,13 @@ def noise_words(seeds: Words, token_indices: Words, token_ids: Words, stream: St
     words = np.stack(philox(counter, (seeds & _LOW, seeds >> _HALF)))  # [4, groups]
     picked: Words = words[(token_ids & np.uint64(3)).astype(np.intp), np.cumsum(starts) - 1]
     return picked
+
+
+def uniforms(seeds: Sequence[int], token_indices: Sequence[int], stream: Stream) -> NDArray[np.float64]:
+    """One number of (0, 1) per lane for (seed, token index, stream), with 52 bits: (n + 1/2) / 2^52."""
+    keys = np.array([seed & (2**64 - 1) for seed in seeds], dtype=np.uint64)
+    indices = np.array(token_indices, dtype=np.uint64)
+    zero = np.zeros_like(indices)
+    high, low, _, _ = philox((zero, indices & _LOW, zero + np.uint64(stream), indices >> _HALF), (keys & _LOW, keys >> _HALF))
+    numbers: NDArray[np.float64] = (((high << np.uint64(20)) | (low >> np.uint64(12))).astype(np.float64) + 0.5) * 2.0**-52
+    return numbers

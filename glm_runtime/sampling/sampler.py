@@ -23,7 +23,7 @@ from glm_runtime.sampling.processors import NEVER, process
 from glm_runtime.sampling.rows import Sample, SampleRow
 from kv_transfer.request_values import LogprobsMode, SamplingParameters, TokenLogprobs
 
-_NUMBERS_AT_ONCE = 1 << 16
+NUMBERS_AT_ONCE = 1 << 16
 """Logits that are copied to fp64 together, a row at least: their 512 KiB stay in a core's cache. More of them took up to three times as
 long per row, at vocabularies of 2,560 and of 154,880 (Zen 5, 1 thread)."""
 
@@ -50,7 +50,7 @@ def sample_rows(logits: Tensor, rows: Sequence[SampleRow], best: Best | None = N
     tokens: list[int] = (best or vocab_argmax(logits)).ids.tolist()
     samples = [Sample(token) for token in tokens]
     others = [index for index, row in enumerate(rows) if not _is_plain(row)]
-    rows_at_once = max(_NUMBERS_AT_ONCE // logits.shape[1], 1)
+    rows_at_once = max(NUMBERS_AT_ONCE // logits.shape[1], 1)
     for first in range(0, len(others), rows_at_once):
         part = others[first : first + rows_at_once]
         given = [rows[index] for index in part]
@@ -73,8 +73,10 @@ def target_scores(logits: Tensor, rows: Sequence[SampleRow]) -> Scores:
             token = row_scores.argmax()
             row_scores[:] = NEVER
             row_scores[token] = 0.0
-        else:
+        elif _has_filters(row.parameters):
             row_scores[:] = _filtered(row.parameters, row_scores)
+        else:
+            row_scores /= row.parameters.temperature
     return scores
 
 
@@ -106,11 +108,12 @@ def _choose(rows: Sequence[SampleRow], scores: Scores) -> list[int]:
 def _scaled_candidates(given: SamplingParameters, scores: Scores) -> tuple[Ids, Scores]:
     """Ids that could win, ascending, and their scores over temperature."""
     scaled = scores / given.temperature
-    if given.top_k > 0 or given.top_p < 1.0 or given.min_p > 0.0:
-        ids = _candidates(given, scaled)
-    else:
-        ids = np.flatnonzero(scaled >= scaled.max() - NOISE_SPAN)
+    ids = _candidates(given, scaled) if _has_filters(given) else np.flatnonzero(scaled >= scaled.max() - NOISE_SPAN)
     return ids, scaled[ids]
+
+
+def _has_filters(given: SamplingParameters) -> bool:
+    return given.top_k > 0 or given.top_p < 1.0 or given.min_p > 0.0
 
 
 def _gumbel(rows: Sequence[SampleRow], ids: Sequence[Ids]) -> Scores:

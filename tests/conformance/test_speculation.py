@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from glm_runtime.engine.draft_meter import DraftMeter
 from glm_runtime.engine.offline import generate
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
@@ -83,3 +84,49 @@ def test_without_compiled_kernels() -> None:
     """Products padded to the BLAS's row tile, where a step's rows are not a multiple of it."""
     runtime = load(kernels="torch")
     assert generate(runtime, PROMPTS, greedy_parameters(24)) == generate(runtime, PROMPTS, greedy_parameters(24), max_drafts=0)
+
+
+@pytest.mark.parametrize("least", [0.2, 0.7, 1.0])
+def test_early_stops_change_no_token(greedy: list[list[int]], least: float) -> None:
+    runtime = load(min_draft_probability=least)
+    counted, all_counted = DraftMeter(), DraftMeter()
+    assert generate(runtime, PROMPTS, greedy_parameters(40), drafts=counted) == greedy
+    assert generate(load(), PROMPTS, greedy_parameters(40), drafts=all_counted) == greedy
+    assert sum(counted.drafted) < sum(all_counted.drafted)
+    shares = [sum(meter.accepted) / max(sum(meter.drafted), 1) for meter in (counted, all_counted)]
+    assert shares[0] > shares[1] or not sum(counted.drafted), "what is left out is what does not hold"
+    sampling = [SamplingParameters(max_tokens=30, seed=seed, temperature=0.8, top_p=0.9) for seed in range(len(PROMPTS))]
+    assert generate(runtime, PROMPTS, sampling) == generate(runtime, PROMPTS, sampling, max_drafts=0)
+
+
+@pytest.fixture(scope="module", params=["ratio", "ratio_greedy"])
+def ratio_runtime(request: pytest.FixtureRequest) -> GlmRuntime:
+    return load(verification=request.param, min_draft_probability=0.1)
+
+
+def test_the_ratio_test_leaves_greedy_answers_alone(ratio_runtime: GlmRuntime, greedy: list[list[int]]) -> None:
+    assert generate(ratio_runtime, PROMPTS, greedy_parameters(40)) == greedy
+    mixed = [SamplingParameters(max_tokens=40, seed=3) if number % 2 else greedy_parameters(40) for number in range(len(PROMPTS))]
+    assert generate(ratio_runtime, PROMPTS, mixed, max_batch_sequences=3)[::2] == greedy[::2]
+
+
+def test_the_ratio_test_is_reproducible_and_keeps_its_limits(ratio_runtime: GlmRuntime) -> None:
+    sampling = [
+        SamplingParameters(max_tokens=30, seed=seed, temperature=0.8, allowed_token_ids=tuple(range(300))) for seed in range(len(PROMPTS))
+    ]
+    drafts = DraftMeter()
+    answers = generate(ratio_runtime, PROMPTS, sampling, drafts=drafts)
+    assert answers == generate(ratio_runtime, PROMPTS, sampling)
+    assert {len(answer) for answer in answers} == {30}
+    assert max(token for answer in answers for token in answer) < 300
+    assert 0 < drafts.accepted[0] < drafts.drafted[0]
+
+
+def test_more_drawn_drafts_hold_by_their_ratio() -> None:
+    sampling = [SamplingParameters(max_tokens=48, seed=seed) for seed in range(len(PROMPTS))]
+    shares = {}
+    for verification in ("exact", "ratio"):
+        drafts = DraftMeter()
+        generate(load(verification=verification), PROMPTS, sampling, drafts=drafts)
+        shares[verification] = drafts.accepted[0] / drafts.drafted[0]
+    assert shares["ratio"] > shares["exact"]

@@ -81,8 +81,12 @@ def test_a_batch_of_unlike_requests(pair: Pair, runtime: GlmRuntime) -> None:
     assert answers[0].finish is FinishReason.STOP
 
 
-def test_resumed_in_the_middle(pair: Pair, runtime: GlmRuntime) -> None:
+DRAWN = SamplingParameters(max_tokens=MAX_TOKENS, seed=7, temperature=0.9, top_p=0.95, frequency_penalty=0.2)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_resumed_in_the_middle(pair: Pair, runtime: GlmRuntime, sampling: SamplingParameters) -> None:
     prompt = make_prompt(100, 40)
-    (whole,) = generate(runtime, [prompt], GREEDY, max_drafts=0)
-    assert pair.ask(prompt, GREEDY, emitted=whole[:13]).tokens == whole[13:]
-    assert pair.ask(prompt, GREEDY, emitted=whole[:27], prefill=None).tokens == whole[27:]
+    (whole,) = generate(runtime, [prompt], sampling, max_drafts=0)
+    assert pair.ask(prompt, sampling, emitted=whole[:13]).tokens == whole[13:]
+    assert pair.ask(prompt, sampling, emitted=whole[:27], prefill=None).tokens == whole[27:]

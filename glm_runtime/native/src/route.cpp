@@ -135,4 +135,19 @@ extern "C" void glm_vocab_argmax(const void* logits, int64_t stride, int64_t is_
         is_finite[row] = is_strange == 0;
     }
 }
+
+extern "C" void glm_top_probability(const void* logits, int64_t stride, int64_t is_bf16, const float* largest, float* probabilities,
+                                    int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * width > kWorthThreads)
+    for (int64_t row = 0; row < rows; ++row) {
+        const Numbers x = Numbers(logits, is_bf16).at(row * stride);
+        const vec best = _mm512_set1_ps(largest[row]);
+        vec sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const __mmask16 lanes = lanes_at(i, width);
+            sum = _mm512_mask_add_ps(sum, lanes, sum, exp(_mm512_sub_ps(x.load(i, lanes), best)));
+        }
+        probabilities[row] = 1.0f / sum_lanes(sum);
+    }
+}
 #endif

@@ -133,6 +133,8 @@ def test_a_truncated_checkpoint_is_refused_with_its_file(tmp_path: Path) -> None
         ("[router]\nblock_size_tokens = 32", "router.block_size_tokens"),
         ("[router]\nkeys_look_ahead = true\n[runtime]\nmax_drafts = 0", "router.keys_look_ahead"),
         ("[runtime]\nmax_drafts = 9", "runtime.max_drafts"),
+        ("[runtime]\nmin_draft_probability = 1.5", "runtime.min_draft_probability"),
+        ('[runtime]\nverification = "fly"', "runtime.verification"),
         ("[runtime]\nmax_step_tokens = 63", "runtime.max_step_tokens"),
         ("[decode]\nmax_running = 4096", "decode.max_running"),
         ("[timers]\nlease_s = 5.0", "timers.lease_s"),

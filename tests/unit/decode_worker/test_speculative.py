@@ -8,9 +8,10 @@ from decode_worker.config import DecodeConfig
 from decode_worker.draft_controller import DraftController
 from decode_worker.speculative import choose_num_drafts, share_draft_rows
 from glm_runtime.engine.calibration import MeasuredCosts
-from glm_runtime.engine.step_plan import StepPlan, StepResult
+from glm_runtime.engine.draft_stop import StopRule
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from kv_transfer.block_keys import block_keys
-from kv_transfer.identity import RequestId, pack_tokens
+from kv_transfer.identity import RequestId, SequenceId, pack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, Tokens
 from tests.fakes.toy_model import BLOCK_SIZE_TOKENS, ToyRunner, toy_generate
 from tests.fakes.worker_bench import BenchRequest, World
@@ -156,7 +157,7 @@ class TestController:
             for _ in range(num_sequences):
                 num_held = 0 if is_halved and number % 2 else num_accepted
                 controller.meter.count(num_drafted=controller.num_drafts, num_accepted=min(num_held, controller.num_drafts))
-            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}), 0.01)
+            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}), 0.01, 0)
         return seen
 
     def test_cheap_drafts_that_hold_are_all_made(self) -> None:
@@ -176,3 +177,42 @@ class TestController:
 
     def test_a_fixed_number_stays(self) -> None:
         assert set(self.run(self.make(draft_s=1.0, adapts=False), 100, 0)) == {5}
+
+    def test_early_stops_are_priced_by_what_is_measured(self) -> None:
+        controller = self.make(draft_s=0.001)
+        assert controller.stop_rule is None
+        self.run(controller, 8, 5)
+        rule = controller.stop_rule
+        assert rule is not None
+        assert 0.0 < rule.row < 1.0
+        assert 0.0 < rule.step < 1.0
+        self.run(controller, 2000, 0)
+        assert controller.stop_rule is None, "at no drafts there is nothing to stop"
+
+    @pytest.mark.parametrize(("least", "expected"), [(0.3, StopRule(row=0.3)), (0.0, None)])
+    def test_a_configured_probability_is_the_rule(self, least: float, expected: StopRule | None) -> None:
+        model = dataclasses.replace(World(max_drafts=5).decodes[0].model, adapts_drafts=True, min_draft_probability=least)
+        controller = DraftController(model)
+        self.run(controller, 20, 5)
+        assert controller.stop_rule == expected
+
+    def test_a_fixed_number_never_stops_by_itself(self) -> None:
+        controller = self.make(draft_s=0.001, adapts=False)
+        self.run(controller, 20, 5)
+        assert controller.stop_rule is None
+
+    def test_what_early_stops_leave_is_counted(self) -> None:
+        controller = self.make(draft_s=0.001)
+        piece = SequenceSlice(
+            sequence_id=SequenceId("a"),
+            tokens=(1,),
+            start=0,
+            block_table=(),
+            sampling=SamplingParameters(max_tokens=9, seed=0),
+            num_next_drafts=5,
+        )
+        result = StepResult(step_number=0, samples={}, drafts={SequenceId("a"): (1, 2)}, num_draft_steps=3)
+        for _ in range(300):
+            controller.take(StepPlan(step_number=0, slices=(piece,), stop_rule=StopRule(row=0.3)), result, 0.01, 1)
+        assert controller.meter.made[1] > 0.95
+        assert controller.meter.made[2] < 0.1

@@ -38,7 +38,7 @@ def test_seed_index_and_stream_all_matter() -> None:
     base = words(1, 1, list(range(8)))
     for other in (words(2, 1, list(range(8))), words(1, 2, list(range(8))), words(1 + 2**32, 1, list(range(8)))):
         assert not set(base) & set(other)
-    assert [stream.value for stream in Stream] == [0], "a new stream needs a number of its own"
+    assert [stream.value for stream in Stream] == [0, 1, 2, 3], "a new stream needs a number of its own"
 
 
 def test_rows_side_by_side_equal_rows_alone() -> None:

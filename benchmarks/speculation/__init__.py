@@ -1,0 +1,1 @@
+"""What drafting with the MTP layer gives, served."""
