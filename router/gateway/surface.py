@@ -161,7 +161,9 @@ class GeneratingEndpoint(ABC):
                 return
             if not chunks and has_news:
                 continue
-            data = b"".join(chunks) if has_news else sse.KEEP_ALIVE
+            data = b"".join(chunks)
+            if not data and not has_news:  # text may come in the turn in which the silence ended: it goes first
+                data = sse.KEEP_ALIVE
             if not exchange.is_started:
                 await exchange.open_stream(sse.STREAM_HEADERS)
                 data = writer.open() + data

@@ -1,0 +1,110 @@
+"""The generating endpoints over a real relay whose workers are played by the test: what is sent, and in which order."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message as AsgiMessage
+
+from kv_transfer.errors import InvalidRequest, PromptTooLong
+from kv_transfer.identity import unpack_tokens
+from kv_transfer.messages import FinishReason, OpenSink, SinkReady, TokenDelta, TokenLogprobs, Tokens
+from router.config import GatewayConfig, RouterConfig
+from router.gateway.chat_template import ChatEncoder, ChatTemplate, read_pinned_template
+from router.gateway.completions import CompletionEndpoint
+from router.gateway.grammar_checker import GrammarChecker
+from router.gateway.metrics import GatewayMetrics
+from router.gateway.sampling import describe_model
+from router.gateway.surface import GatewayParts
+from router.gateway.token_endpoints import DetokenizeEndpoint, TokenizeEndpoint
+from router.gateway.tokenizer import TextTokenizer
+from tests.unit.router.test_relay import DECODE, PREFILL, Scene
+
+Endpoint = type[CompletionEndpoint] | type[TokenizeEndpoint] | type[DetokenizeEndpoint]
+
+
+class Served:
+    """Endpoints in this process. Every message to a worker is in `scene.posted`; nothing answers unless the test does."""
+
+    def __init__(self, tokenizer: TextTokenizer, **gateway: Any) -> None:
+        self.scene = Scene(RouterConfig(block_size_tokens=64))
+        self.scene.up(PREFILL, DECODE)
+        self.tokenizer = tokenizer
+        self.parts = GatewayParts(
+            config=GatewayConfig(**{"tokenizer_dir": "", "directory_port": 1, "secret_file": "", **gateway}),
+            model=describe_model("glm", tokenizer, 0),
+            tokenizer=tokenizer,
+            chat_encoder=ChatEncoder(ChatTemplate(read_pinned_template()), tokenizer, control_tokens_in_text=False),
+            grammar_checker=GrammarChecker(1.0),
+            relay=self.scene.relay,
+            metrics=GatewayMetrics(),
+        )
+        self.sent: list[AsgiMessage] = []
+        self.gone = asyncio.Event()
+
+    async def post(self, body: dict[str, Any], endpoint: Endpoint = CompletionEndpoint) -> None:
+        given = [{"type": "http.request", "body": json.dumps({"model": "glm", **body}).encode()}]
+
+        async def receive() -> AsgiMessage:
+            if given:
+                return given.pop()
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: AsgiMessage) -> None:
+            self.sent.append(message)
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        await endpoint(self.parts)(scope, receive, send)
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    @property
+    def opened(self) -> list[OpenSink]:
+        return [message for _, message in self.scene.posted if isinstance(message, OpenSink)]
+
+    def say(self, number: int, tokens: tuple[int, ...], finish: FinishReason | None = None, *, has_scores: bool = False) -> None:
+        """Tokens of the request that was opened as the `number`th."""
+        opened = self.opened[number]
+        self.scene.relay.on_message(DECODE, SinkReady(opened.transfer, 0, 1))
+        own = tuple(TokenLogprobs(-0.5, 1, ()) for _ in tokens) if opened.sampling.logprobs >= 0 else ()
+        prompt = tuple(TokenLogprobs(-1.5, 1, ()) for _ in range(opened.num_prompt_tokens - 1)) if has_scores else ()
+        delta = TokenDelta(opened.transfer, opened.first_index, tokens, finish, 0, own, prompt)
+        self.scene.relay.on_message(DECODE, Tokens((delta,)))
+
+    async def opened_are(self, number: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.opened) < number:
+                await asyncio.sleep(0.001)
+
+
+def play(tokenizer: TextTokenizer, scene: Callable[[Served], Awaitable[None]], **gateway: Any) -> Served:
+    async def run() -> Served:
+        served = Served(tokenizer, **gateway)
+        await scene(served)
+        return served
+
+    return asyncio.run(run())
+
+
+# -- streams -------------------------------------------------------------------------------------------------------------
+
+
+def test_text_that_comes_together_with_the_keepalive_timer_is_sent(tokenizer: TextTokenizer) -> None:
+    tokens = tuple(tokenizer.encode_raw("Hello"))
+
+    async def scene(served: Served) -> None:
+        answering = asyncio.create_task(served.post({"prompt": "x", "stream": True, "max_tokens": len(tokens)}))
+        await served.opened_are(1)
+        asyncio.get_running_loop().call_later(0.06, served.say, 0, tokens, FinishReason.LENGTH)
+        time.sleep(0.1)  # noqa: ASYNC251 - both timers are due in one turn of the loop, that of silence first
+        await asyncio.wait_for(answering, 5)
+
+    text = play(tokenizer, scene, keepalive_s=0.05).text
+    assert '"text":"Hello"' in text
+    assert '"finish_reason":"length"' in text
