@@ -3,9 +3,10 @@
 Knows: roles, content parts, earlier calls and thinking, effort levels. Does not know the template (`chat_template.py`) or tokens.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from kv_transfer.errors import InvalidRequest, UnsupportedParameter
 from router.gateway.chat_template import RESERVED_VARIABLES
@@ -69,12 +70,13 @@ def _part_text(part: ContentPart, path: str) -> str:
 
 
 def _plain_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """A tool call of the history; the template wants its arguments as an object."""
+    """A tool call of the history; the template wants its arguments as an object, and refuses "" as it stands."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            # The body's own parser, and so its rules: what is nested deeper than 200, or holds half a surrogate pair, is no JSON.
+            arguments = from_json(arguments)
+        except ValueError:
             arguments = None  # type: ignore[assignment]
     if not isinstance(arguments, dict):
         raise InvalidRequest("arguments must be a JSON object", param=f"{path}.function.arguments")

@@ -5,6 +5,7 @@ Knows: JSON schema as far as types go. Does not know tokens, or whether a value 
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ MAX_VISITED = 256
 """Schemas looked at for one argument: references can make a small schema endless, or exponentially large."""
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 """Of other languages, whatever their case: what models write where JSON has true, false and null."""
+_SURROGATES = re.compile(
+    r"(?P<kept>\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|[\ud800-\udfff]"
+)
+"""In JSON's text: pairs and other escapes, which stay, or half a pair."""
 
 
 def find_types(schema: Any, root: Any = None) -> frozenset[str]:
@@ -73,7 +78,7 @@ class ArgumentTypes:
 
 def to_json(text: str, types: frozenset[str]) -> str:
     """A value's text as JSON. What is no JSON of these types is read as well as it can be, and as a string where it can't: no text
-    is lost, and the result is always valid JSON.
+    is lost but half a surrogate pair, which is no character, and the result is always valid JSON that UTF-8 can hold.
     """
     bare = text.strip()
     try:
@@ -81,10 +86,15 @@ def to_json(text: str, types: frozenset[str]) -> str:
     except (ValueError, RecursionError):
         return json.dumps(_read_word(text, bare, types), ensure_ascii=False)
     if _allows(types, value):
-        return bare
+        return _mend_surrogates(bare)
     if isinstance(value, str) and (unquoted := _read_quoted(value, types)) is not None:
-        return unquoted
-    return json.dumps(text, ensure_ascii=False) if "string" in types else bare
+        return _mend_surrogates(unquoted)
+    return json.dumps(text, ensure_ascii=False) if "string" in types else _mend_surrogates(bare)
+
+
+def _mend_surrogates(text: str) -> str:
+    """JSON's text with a replacement character for each half of a surrogate pair: many parsers, ours among them, refuse the half."""
+    return _SURROGATES.sub(lambda match: match["kept"] or r"\ufffd", text)
 
 
 def _read_word(text: str, bare: str, types: frozenset[str]) -> Any:
