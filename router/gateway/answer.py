@@ -125,7 +125,7 @@ class Answer:
         delta = _Growing()
         for part in parts:
             self._take(self._parser.feed(part), delta)
-            if self._is_stopped or self._parser.is_ended:
+            if self.is_stopped or self._parser.is_ended:
                 self._end_early(delta)
                 return delta.freeze(self.finish_reason, tuple(shown[: delta.num_used]))
         self.num_tokens += len(tokens) - len(shown)
@@ -134,7 +134,8 @@ class Answer:
         return delta.freeze(self.finish_reason, tuple(tokens))
 
     @property
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
         return self._thinking.is_stopped or self._content.is_stopped
 
     def _take(self, pieces: Pieces, delta: "_Growing") -> None:
@@ -158,7 +159,7 @@ class Answer:
 
     def _end_early(self, delta: "_Growing") -> None:
         """The turn is over before the workers say so."""
-        if not self._is_stopped:
+        if not self.is_stopped:
             self._flush(delta)
         self.finish_reason = self._ended_by(FinishReason.STOP)
 
@@ -173,7 +174,7 @@ class Answer:
         self._say(self._content.flush(), delta)
 
     def _ended_by(self, finish: FinishReason) -> str:
-        if self._is_stopped:
+        if self.is_stopped:
             return FinishReason.STOP.value
         return TOOL_CALLS if finish is FinishReason.STOP and self._parser.num_calls else finish.value
 

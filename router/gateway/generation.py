@@ -45,7 +45,8 @@ class Generation:
 
     num_choices: answers per prompt; those of one prompt are adjacent. The first of them is submitted at once, the others when it has a
     token: by then the prompt's full blocks are in the caches of the workers, so the prompt is computed and moved once, not n times.
-    A prompt shorter than a block has nothing to share, and nobody waits.
+    A prompt shorter than a block has nothing to share, and nobody waits, unless it is scored: its scores are told with each answer, and
+    come with the first.
     """
 
     def __init__(self, relay: Relay, requests: Sequence[GenerationRequest], answers: Sequence[Answer], *, num_choices: int = 1) -> None:
@@ -58,13 +59,15 @@ class Generation:
         self._last_activity_s = 0.0
         self._num_choices = num_choices
         self.choices = [
-            self._begin(request, answer, leads=number % num_choices == 0)
+            self._begin(request, answer, requests[number - number % num_choices])
             for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
         ]
 
-    def _begin(self, request: GenerationRequest, answer: Answer, *, leads: bool) -> Choice:
+    def _begin(self, request: GenerationRequest, answer: Answer, leader: GenerationRequest) -> Choice:
+        leads = request is leader
         is_wanted = request.sampling.max_tokens > 0
-        waits = is_wanted and not leads and request.num_prompt_tokens > self._relay.config.block_size_tokens
+        has_to_share = request.num_prompt_tokens > self._relay.config.block_size_tokens or leader.sampling.prompt_logprobs >= 0
+        waits = is_wanted and not leads and has_to_share
         return Choice(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -142,13 +145,15 @@ class Generation:
         if logprobs:
             delta = replace(delta, logprobs=logprobs[: len(delta.tokens)])
         if delta.finish_reason is not None:
-            self._relay.finish(choice.request_id, "stop_string")  # does nothing when the worker itself has finished
+            # Does nothing when the worker itself has finished.
+            self._relay.finish(choice.request_id, "stop_string" if choice.answer.is_stopped else "end_of_turn")
         return delta
 
     def abort(self, reason: str) -> None:
         """Nobody wants the answer any more: cancel everywhere, now."""
         self._is_aborted = True
         for choice in self.choices:
+            choice.waiting = None
             self._relay.abort(choice.request_id, reason)
         self._wakeup.set()
 

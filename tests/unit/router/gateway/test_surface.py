@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import Message as AsgiMessage
 
-from kv_transfer.errors import InvalidRequest, PromptTooLong
-from kv_transfer.identity import unpack_tokens
 from kv_transfer.messages import FinishReason, OpenSink, SinkReady, TokenDelta, TokenLogprobs, Tokens
 from router.config import GatewayConfig, RouterConfig
+from router.gateway.chat import ChatEndpoint
 from router.gateway.chat_template import ChatEncoder, ChatTemplate, read_pinned_template
 from router.gateway.completions import CompletionEndpoint
 from router.gateway.grammar_checker import GrammarChecker
@@ -23,7 +22,7 @@ from router.gateway.token_endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.tokenizer import TextTokenizer
 from tests.unit.router.test_relay import DECODE, PREFILL, Scene
 
-Endpoint = type[CompletionEndpoint] | type[TokenizeEndpoint] | type[DetokenizeEndpoint]
+Endpoint = type[ChatEndpoint] | type[CompletionEndpoint] | type[TokenizeEndpoint] | type[DetokenizeEndpoint]
 
 
 class Served:
@@ -74,12 +73,12 @@ class Served:
         self.scene.relay.on_message(DECODE, SinkReady(opened.transfer, 0, 1))
         own = tuple(TokenLogprobs(-0.5, 1, ()) for _ in tokens) if opened.sampling.logprobs >= 0 else ()
         prompt = tuple(TokenLogprobs(-1.5, 1, ()) for _ in range(opened.num_prompt_tokens - 1)) if has_scores else ()
-        delta = TokenDelta(opened.transfer, opened.first_index, tokens, finish, 0, own, prompt)
+        delta = TokenDelta(opened.transfer, opened.first_index, tokens, finish, logprobs=own, prompt_logprobs=prompt)
         self.scene.relay.on_message(DECODE, Tokens((delta,)))
 
     async def opened_are(self, number: int) -> None:
         async with asyncio.timeout(5):
-            while len(self.opened) < number:
+            while len(self.opened) < number:  # noqa: ASYNC110 - the relay has no event for it
                 await asyncio.sleep(0.001)
 
 
@@ -108,3 +107,56 @@ def test_text_that_comes_together_with_the_keepalive_timer_is_sent(tokenizer: Te
     text = play(tokenizer, scene, keepalive_s=0.05).text
     assert '"text":"Hello"' in text
     assert '"finish_reason":"length"' in text
+
+
+# -- several answers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_other_answers_wait_for_the_scores_of_a_short_prompt(tokenizer: TextTokenizer, is_streamed: bool) -> None:
+    async def scene(served: Served) -> None:
+        asked = {"prompt": [65, 66], "n": 2, "max_tokens": 1, "echo": True, "logprobs": 0, "stream": is_streamed}
+        answering = asyncio.create_task(served.post(asked))
+        await served.opened_are(1)
+        await asyncio.sleep(0.02)
+        if len(served.opened) > 1:  # the first is late
+            served.say(1, (68,), FinishReason.LENGTH)
+            await asyncio.sleep(0.02)
+        served.say(0, (67,), FinishReason.LENGTH, has_scores=True)
+        await served.opened_are(2)
+        served.say(1, (68,), FinishReason.LENGTH)
+        await asyncio.wait_for(answering, 5)
+
+    text = play(tokenizer, scene).text
+    assert text.count("-1.5") >= 2, "the prompt's scores are told with each answer"
+    assert text.count('"finish_reason":"length"') == 2
+
+
+def test_nothing_is_submitted_for_a_client_that_has_gone(tokenizer: TextTokenizer) -> None:
+    async def scene(served: Served) -> None:
+        answering = asyncio.create_task(served.post({"prompt": [65] * 100, "n": 3, "max_tokens": 4}))
+        await served.opened_are(1)
+        served.gone.set()
+        served.say(0, (67,))  # in the turn in which the client goes
+        await asyncio.wait_for(answering, 5)
+        assert served.scene.relay.num_live == 0
+
+    assert len(play(tokenizer, scene).opened) == 1
+
+
+def test_how_an_answer_was_ended_is_told(tokenizer: TextTokenizer) -> None:
+    role = tokenizer.control_ids["<|user|>"]
+
+    async def scene(served: Served) -> None:
+        by_text = asyncio.create_task(served.post({"prompt": "x", "max_tokens": 50, "stop": "A"}))
+        await served.opened_are(1)
+        served.say(0, tuple(tokenizer.encode_raw("A")))
+        await by_text
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 50}
+        by_role = asyncio.create_task(served.post(chat, ChatEndpoint))
+        await served.opened_are(2)
+        served.say(1, (role,))  # a worker to which it ends nothing
+        await by_role
+
+    records = play(tokenizer, scene).scene.records
+    assert [record.reason for record in records] == ["stop_string", "end_of_turn"]
