@@ -14,10 +14,15 @@ from router.gateway.schema import ChatMessage, ContentPart, ToolCall
 
 EFFORT_LEVELS = {"none": "low", "minimal": "low", "low": "low", "medium": "high", "high": "high"}
 """OpenAI's levels in the template's words; the others, and none at all, are its maximum."""
+MAX_MESSAGES = 8192
+MAX_CALLS = 1024
+"""Of one message. Rendering takes about 30 us a message or call; a block of results also takes the square of a pointer's copy."""
 
 
 def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """All messages. Raises InvalidRequest, UnsupportedParameter naming the field."""
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"{len(messages)} messages in one chat; at most {MAX_MESSAGES}", param="messages")
     return [plain_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 
@@ -45,6 +50,8 @@ def plain_message(message: ChatMessage, path: str) -> dict[str, Any]:
         if reasoning is not None:
             plain["reasoning_content"] = reasoning
         if message.tool_calls:
+            if len(message.tool_calls) > MAX_CALLS:
+                raise InvalidRequest(f"{len(message.tool_calls)} calls in one message; at most {MAX_CALLS}", param=f"{path}.tool_calls")
             plain["tool_calls"] = [_plain_call(call, f"{path}.tool_calls.{index}") for index, call in enumerate(message.tool_calls)]
     return plain
 

@@ -51,11 +51,54 @@ class ChatTemplate:
         """The prompt's text, up to the point where the assistant begins if it is_generating. Raises InvalidRequest when the template
         cannot take it.
         """
-        fixed = {"messages": messages, "tools": tools or None, "add_generation_prompt": is_generating}
+        fixed = {"messages": _Messages(order_results(messages)), "tools": tools or None, "add_generation_prompt": is_generating}
         try:
             return self._template.render({**variables, **fixed})
         except (TemplateError, TypeError, AttributeError, KeyError) as error:
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", param="messages") from None
+
+
+class _Messages(list[dict[str, Any]]):
+    """Messages whose tail ends with the first that is no tool's, which is as far as the template reads one: at every block of tool
+    messages it goes through all that follows, a time that grows with the square of the messages.
+    """
+
+    def __getitem__(self, place: Any) -> Any:
+        if not isinstance(place, slice) or place.stop is not None or place.step is not None:
+            return super().__getitem__(place)
+        start = place.indices(len(self))[0]
+        return super().__getitem__(slice(start, _end_of_block(self, start) + 1))
+
+
+def _end_of_block(messages: Sequence[dict[str, Any]], start: int) -> int:
+    return next((place for place in range(start, len(messages)) if messages[place]["role"] != "tool"), len(messages))
+
+
+def order_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put tool messages into the order of their calls, as the template would, and leave out their ids, which it uses for that alone:
+    it compares every call with every message.
+    """
+    ordered: list[dict[str, Any]] = []
+    while len(ordered) < len(messages):
+        start = len(ordered)
+        block = messages[start : _end_of_block(messages, start)]
+        if not block:
+            ordered.append(messages[start])
+            continue
+        before = messages[start - 1] if start else {"role": None}
+        calls = (before.get("tool_calls") or []) if before["role"] == "assistant" else []
+        ordered += _in_call_order(block, [call.get("id") for call in calls])
+    return ordered
+
+
+def _in_call_order(block: Sequence[dict[str, Any]], calls: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Sorted where each message has an id of its own, that of a call; else as they are. The template's `unique` ignores case."""
+    ids = [message.get("tool_call_id") for message in block]
+    places = {name: place for place, name in enumerate(calls)}
+    is_unique = all(len({name.lower() if name else name for name in names}) == len(names) for names in (ids, calls))
+    if is_unique and all(name and name in places for name in ids):
+        block = sorted(block, key=lambda message: places[message["tool_call_id"]])
+    return [{name: value for name, value in message.items() if name != "tool_call_id"} for message in block]
 
 
 class ChatEncoder:

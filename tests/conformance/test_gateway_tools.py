@@ -260,6 +260,9 @@ def with_function(**fields: Any) -> dict[str, Any]:
          "invalid_request", "tool_choice"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
          "invalid_request", "messages.1.tool_calls.0.function.arguments"),
+        ({"messages": HI * 8193}, "invalid_request", "messages"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}] * 1025}]},
+         "invalid_request", "messages.1.tool_calls"),
         *(({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]},
            "invalid_request", "messages.1.tool_calls.0.function.arguments")
           for arguments in ("[" * 50000, "", '{"a": "\\ud800"}', '{"a": ' + "[" * 600 + "]" * 600 + "}")),

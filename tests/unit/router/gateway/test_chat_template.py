@@ -1,9 +1,15 @@
 """Prompts: the pinned template's text, and control tokens that come from it alone."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.ext
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_transfer.errors import InvalidRequest
 from router.gateway.chat_template import PRIVATE_USE, ChatEncoder, ChatTemplate, read_pinned_template
@@ -118,3 +124,57 @@ def test_what_the_template_cannot_take_is_the_callers_fault(encoder: ChatEncoder
     call = {"id": "1", "function": {"name": "f", "arguments": None}}
     with pytest.raises(InvalidRequest):
         encoder.render([{"role": "assistant", "content": None, "tool_calls": [call]}], {})
+
+
+# -- tool results --------------------------------------------------------------------------------------------------------
+
+IDS = st.sampled_from(["a", "A", "b", "c", "", None])
+
+
+def calling(ids: list[str | None]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": name, "function": {"name": "f", "arguments": {}}} for name in ids]}
+
+
+def results(ids: list[str | None]) -> Messages:
+    return [{"role": "tool", "tool_call_id": name, "content": f"result {place}"} for place, name in enumerate(ids)]
+
+
+turns = st.one_of(
+    st.just(user("q")),
+    st.lists(IDS, max_size=4).map(lambda ids: [calling(ids)]),
+    st.lists(IDS, max_size=4).map(results),
+    st.permutations(["a", "b", "c"]).map(lambda ids: [calling(["a", "b", "c"]), *results(ids)]),
+)
+
+
+@given(st.lists(turns, max_size=6))
+def test_results_are_sorted_as_the_template_alone_would(pieces: list[Messages]) -> None:
+    messages = [message for piece in pieces for message in piece]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    expected = plain.from_string(read_pinned_template()).render(messages=messages, add_generation_prompt=True)
+    assert ChatTemplate(read_pinned_template()).render(messages, {}) == expected
+
+
+def alternating(count: int) -> Messages:
+    return [message for _ in range(count) for message in (*results(["x"]), *user("u"))]
+
+
+def parallel(count: int) -> Messages:
+    ids: list[str | None] = [f"call {place}" for place in range(count)]
+    return [*user("q"), calling(ids), *results(ids[::-1])]
+
+
+@pytest.mark.parametrize("make", [alternating, parallel])
+def test_rendering_takes_a_time_in_proportion(make: Callable[[int], Messages]) -> None:
+    """8 times as many take less than 24 times as long; the template by itself takes 64 times."""
+    template = ChatTemplate(read_pinned_template())
+
+    def seconds(count: int) -> float:
+        messages, times = make(count), []
+        for _ in range(5):
+            start = time.perf_counter()
+            template.render(messages, {})
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert seconds(1600) < 24 * seconds(200)
