@@ -13,6 +13,8 @@ REPEATS = 2
 FURTHER_DRAFTS = 3
 LONGEST_STEP_S = 0.25
 """Larger steps than one that takes this long are not tried; what they cost shows when they are served."""
+LEAST_COST_S = 1e-6
+"""No step is thought to cost less: differences of noisy times come out as nothing, and ratios to nothing say nothing."""
 
 
 class _Runner(Protocol):
@@ -39,11 +41,13 @@ def measure_costs(runner: _Runner, *, num_blocks: int, max_step_tokens: int) -> 
     for size in SIZES:
         if size > min(num_blocks, max_step_tokens) or max(target.values(), default=0.0) > LONGEST_STEP_S:
             break
+        for num_drafts in (1, 1 + FURTHER_DRAFTS):
+            runner.run(_plan(size, num_drafts))  # the first of a size makes its buffers
         short = [runner.run(_plan(size, 1)) for _ in range(REPEATS)]
         long = [runner.run(_plan(size, 1 + FURTHER_DRAFTS)) for _ in range(REPEATS)]
-        target[size] = min(result.target_s for result in (*short, *long))
-        first[size] = min(result.draft_s for result in short)
-        further[size] = max(min(result.draft_s for result in long) - first[size], 0.0) / FURTHER_DRAFTS
+        target[size] = max(min(result.target_s for result in (*short, *long)), LEAST_COST_S)
+        first[size] = max(min(result.draft_s for result in short), LEAST_COST_S)
+        further[size] = max((min(result.draft_s for result in long) - first[size]) / FURTHER_DRAFTS, LEAST_COST_S)
     return MeasuredCosts(target=target, first=first, further=further)
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from glm_runtime.engine.calibration import MeasuredCosts
+from glm_runtime.engine.calibration import LEAST_COST_S, MeasuredCosts
 from glm_runtime.engine.draft_budget import CostCurve, StepCosts
 from glm_runtime.runtime_config import MOST_DRAFTS
 
@@ -100,7 +100,7 @@ def _shares(numbers: Sequence[float], counted: Sequence[float], first: float) ->
 
 
 class CostMeter:
-    """A smoothed cost by size, each size in the bucket of the power of two that holds it."""
+    """A smoothed cost by size, each size in the bucket of the power of two that holds it; never below `LEAST_COST_S`."""
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         self._seconds: dict[int, float] = {}
@@ -109,13 +109,17 @@ class CostMeter:
 
     def take(self, size: int, seconds: float) -> None:
         """A step of this size took so long."""
+        seconds = max(seconds, LEAST_COST_S)
         bucket = 1 << (size - 1).bit_length()
         known = self._seconds.get(bucket)
         if known is None:
             self._seconds[bucket] = seconds
             return
         change = min(max(seconds / known, 0.5), 2.0) - 1.0  # one step that was held up says little
-        self._seconds = {at: value * (1.0 + SMOOTHING * change * (1.0 if at == bucket else 0.5)) for at, value in self._seconds.items()}
+        self._seconds = {
+            at: max(value * (1.0 + SMOOTHING * change * (1.0 if at == bucket else 0.5)), LEAST_COST_S)
+            for at, value in self._seconds.items()
+        }
 
     def curve(self) -> CostCurve:
         """What is known now."""

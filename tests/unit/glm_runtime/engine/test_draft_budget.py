@@ -2,9 +2,11 @@
 
 import pytest
 
+from glm_runtime.engine import calibration
 from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_budget import CostCurve, StepCosts, choose_draft_budget, expected_tokens
 from glm_runtime.engine.draft_meter import CostMeter, DraftMeter, SpeculationMeter
+from glm_runtime.engine.step_plan import StepPlan, StepResult
 
 FLAT = CostCurve(((1, 0.020), (512, 0.020)))
 """Bound by reading weights that are read anyway."""
@@ -131,3 +133,36 @@ def test_draft_steps_keep_the_proportion_that_was_measured() -> None:
         meter.take(num_rows=1, num_sequences=1, num_drafts=3, target_s=0.004, draft_s=0.010, step_s=0.014)
     assert meter.costs().first.seconds(1) == pytest.approx(0.006, rel=0.01)
     assert meter.costs().draft_s(1, 5) == pytest.approx(0.014, rel=0.01)
+
+
+def test_a_cost_that_was_measured_as_nothing_can_be_followed() -> None:
+    meter = SpeculationMeter(MeasuredCosts(target={1: 0.01, 2: 0.012}, first={1: 0.001, 2: 0.001}, further={1: 0.0, 2: 0.0005}))
+    for draft_s in (0.002, 0.0, 0.0, 0.002):
+        meter.take(num_rows=1, num_sequences=1, num_drafts=2, target_s=0.01, draft_s=draft_s, step_s=0.012)
+    assert 0.0 < meter.costs().further.seconds(1) < 0.001
+    for _ in range(10_000):  # many halvings must not end at 0 either
+        meter.take(num_rows=1, num_sequences=1, num_drafts=2, target_s=0.0, draft_s=0.0, step_s=0.0)
+    assert meter.costs().further.seconds(1) > 0.0
+    assert meter.costs().target.seconds(1) > 0.0
+
+
+class NoisyRunner:
+    """Steps whose first of each kind is slow, and whose long ones seem no slower than the short."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, int]] = set()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        kind = (len(plan.slices), plan.slices[0].num_next_drafts)
+        is_cold = kind not in self.seen
+        self.seen.add(kind)
+        return StepResult(step_number=0, samples={}, target_s=9.0 if is_cold else 0.01, draft_s=9.0 if is_cold else 0.001)
+
+
+def test_calibration_warms_each_size_and_finds_no_step_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "REPEATS", 1)
+    costs = calibration.measure_costs(NoisyRunner(), num_blocks=8, max_step_tokens=8)
+    assert list(costs.target) == [1, 2, 4, 8]
+    assert set(costs.target.values()) == {0.01}
+    assert set(costs.first.values()) == {0.001}
+    assert min(costs.further.values()) > 0.0
