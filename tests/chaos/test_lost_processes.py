@@ -49,14 +49,15 @@ def _wait_for(condition: object, what: str) -> None:
 
 
 def test_the_prefill_worker_dies_while_it_streams_chunks(cluster: RunningCluster, reference: Reference) -> None:
-    prompt = make_prompt(4000, 300)
+    # Several, because a worker's row is up to a second old: by then one prompt alone may be done.
+    prompts = [make_prompt(6000, number) for number in (300, 310, 320, 330)]
     before = cluster.worker("decode-0")["bytes_read"]
     pid = cluster.worker("prefill-0")["pid"]
-    streaming = Streaming(cluster, prompt, 24)
+    streams = [Streaming(cluster, prompt, 24) for prompt in prompts]
     _wait_for(lambda: cluster.worker("decode-0")["bytes_read"] > before, "the first chunk's transfer")
-    assert not streaming.tokens, "it must die before the prompt is done"
+    assert not all(stream.tokens for stream in streams), "it must die before all prompts are done"
     os.kill(pid, signal.SIGKILL)
-    assert [streaming.finish()] == reference.greedy([prompt], 24)
+    assert [stream.finish() for stream in streams] == reference.greedy(prompts, 24)
     cluster.wait_until_serving()
     assert cluster.worker("prefill-0")["pid"] != pid
     cluster.wait_until_quiescent()

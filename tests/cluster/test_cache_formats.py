@@ -61,8 +61,8 @@ def test_answers_equal_one_process(cluster_of_format: RunningCluster, reference_
     answers = [cluster_of_format.complete(prompt, MAX_TOKENS) for prompt in prompts]
     again = cluster_of_format.complete(prompts[-1], MAX_TOKENS)
     assert cached_tokens(again) == 10 * BLOCK
-    first = cluster_of_format.complete(prompts[2], BLOCK + 10)
-    turn = prompts[2] + token_ids(first) + make_prompt(30, 99)
+    first = cluster_of_format.complete(prompts[3], BLOCK + 10)  # one more than a block: with drafts a key looks one token ahead
+    turn = prompts[3] + token_ids(first) + make_prompt(30, 99)
     second = cluster_of_format.complete(turn, MAX_TOKENS)
     assert cached_tokens(second) >= BLOCK
     expected = reference_of_format.greedy([*prompts, prompts[-1], turn], MAX_TOKENS)

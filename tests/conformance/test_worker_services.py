@@ -29,7 +29,7 @@ from prefill_worker.role import PrefillRole
 from prefill_worker.service import PrefillService
 from tests.fakes.link_router import LinkRouter
 
-RUNTIME = RuntimeConfig(checkpoint=Path(glm_runtime.__file__).parent / "tiny", cache_bytes=12 << 20, max_step_tokens=64, num_threads=1)
+RUNTIME = RuntimeConfig(checkpoint=Path(glm_runtime.__file__).parent / "tiny", cache_bytes=24 << 20, max_step_tokens=64, num_threads=1)
 TIMING = ShellTiming(tick_interval_s=0.05, step_timeout_s=0.3, stop_timeout_s=0.5)
 
 
@@ -136,7 +136,7 @@ def test_a_drained_worker_ends_its_requests_takes_no_other_and_is_quiet(cell: Ce
     start_prefill(cell)
     decode = start_decode(cell)
     cell.run(cell.router.wait_for_pair("p0", "d0"))
-    sampling = SamplingParameters(max_tokens=60, seed=0)
+    sampling = SamplingParameters(max_tokens=2000, seed=0)  # seconds, since what is running is told once a second
     running = asyncio.run_coroutine_threadsafe(cell.router.ask(list(range(100)), sampling, decode="d0", prefill="p0"), cell._loop)
     cell.wait(lambda: (entry := cell.router.entry("d0")) is not None and entry.load.num_running == 1)
     decode.request_drain(30.0)
@@ -144,7 +144,7 @@ def test_a_drained_worker_ends_its_requests_takes_no_other_and_is_quiet(cell: Ce
     refused = cell.run(cell.router.ask([1, 2, 3], sampling, decode="d0", prefill=None))
     assert refused.failure.kind is FailureKind.RETRYABLE_ELSEWHERE
     assert refused.failure.code == "draining"
-    assert len(running.result(30).tokens) == 60
+    assert len(running.result(30).tokens) == 2000
     cell.wait_for_state("d0", WorkerState.QUIET)
     decode.request_stop()
     assert cell.join("d0") is None
@@ -155,7 +155,7 @@ def test_a_stopping_worker_says_so_to_those_it_leaves(cell: Cell) -> None:
     decode = start_decode(cell)
     cell.run(cell.router.wait_for_pair("p0", "d0"))
     running = asyncio.run_coroutine_threadsafe(
-        cell.router.ask(list(range(50)), SamplingParameters(max_tokens=400, seed=0), decode="d0", prefill=None, is_left=True), cell._loop
+        cell.router.ask(list(range(50)), SamplingParameters(max_tokens=2000, seed=0), decode="d0", prefill=None, is_left=True), cell._loop
     )
     cell.wait(lambda: (entry := cell.router.entry("d0")) is not None and entry.load.num_running == 1)
     decode.request_stop()

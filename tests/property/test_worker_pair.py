@@ -63,8 +63,8 @@ def assert_answers(asked: list[BenchRequest]) -> None:
 @given(
     requests(),
     st.integers(0, 2**32),
-    st.integers(10, 30),
-    st.integers(10, 30),
+    st.integers(11, 30),
+    st.integers(11, 30),
     st.sampled_from([8, 16, 40]),
     st.sampled_from([0.0, 0.005, 0.03]),
     st.sampled_from([0, 1, 3, 8]),
