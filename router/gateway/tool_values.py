@@ -3,15 +3,16 @@
 Knows: JSON schema as far as types go. Does not know tokens, or whether a value satisfies its schema.
 """
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 STRING = frozenset({"string"})
-MAX_VISITED = 256
-"""Schemas looked at for one argument: references can make a small schema endless, or exponentially large."""
+MAX_VISITED = 50_000
+"""Schemas and values looked at for one request's tools, about 1 us each. Real ones need a few for each argument."""
+MAX_DEPTH = 64
+"""Of unions and references in each other: a chain of references may be as long as the schema."""
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 """Of other languages, whatever their case: what models write where JSON has true, false and null."""
 _SURROGATES = re.compile(
@@ -21,30 +22,68 @@ _SURROGATES = re.compile(
 
 
 def find_types(schema: Any, root: Any = None) -> frozenset[str]:
-    """The JSON types that a schema allows, as far as it says; an empty set where it says nothing. root: whose `#/...` are meant."""
-    return _find_types(schema, schema if root is None else root, itertools.count())
+    """See TypeFinder.find; root is the schema itself where it is None."""
+    return TypeFinder().find(schema, schema if root is None else root)
 
 
-def _find_types(schema: Any, root: Any, visits: Iterator[int]) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or next(visits) >= MAX_VISITED:
+class TooManySchemas(ValueError):
+    """The schemas of one request take longer to look at than they may."""
+
+
+class TypeFinder:
+    """Finds types in one request's schemas, looking at each once: references can make a small schema exponentially large.
+
+    The schemas must outlive it.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = MAX_VISITED
+        self._found: dict[int, frozenset[str]] = {}
+
+    def find(self, schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+        """The JSON types that a schema allows, as far as it says; an empty set where it says nothing. root: whose `#/...` are meant.
+
+        Raises TooManySchemas.
+        """
+        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+            return frozenset()
+        found = self._found.get(id(schema))
+        if found is None:
+            self._found[id(schema)] = frozenset()  # what a reference to itself says
+            found = self._found[id(schema)] = self._look(schema, root, depth + 1)
+        return found
+
+    def _look(self, schema: Mapping[str, Any], root: Any, depth: int) -> frozenset[str]:
+        self._spend(1)
+        given = schema.get("type")
+        if isinstance(given, str):
+            return frozenset({given})
+        if isinstance(given, list):
+            self._spend(len(given))
+            return frozenset(item for item in given if isinstance(item, str))
+        if "const" in schema:
+            return frozenset({type_of(schema["const"])})
+        if isinstance(schema.get("enum"), list):
+            self._spend(len(schema["enum"]))
+            return frozenset(map(type_of, schema["enum"]))
+        if isinstance(schema.get("$ref"), str):
+            return self.find(follow(schema["$ref"], root), root, depth)
+        for union in ("anyOf", "oneOf"):
+            if isinstance(schema.get(union), list):
+                return _join(self._branches(schema[union], root, depth))
+        if isinstance(schema.get("allOf"), list):
+            return next(filter(None, self._branches(schema["allOf"], root, depth)), frozenset())
         return frozenset()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset({given})
-    if isinstance(given, list):
-        return frozenset(item for item in given if isinstance(item, str))
-    if "const" in schema:
-        return frozenset({type_of(schema["const"])})
-    if isinstance(schema.get("enum"), list):
-        return frozenset(map(type_of, schema["enum"]))
-    if isinstance(schema.get("$ref"), str):
-        return _find_types(_follow(schema["$ref"], root), root, visits)
-    for union in ("anyOf", "oneOf"):
-        if isinstance(schema.get(union), list):
-            return _join([_find_types(branch, root, visits) for branch in schema[union]])
-    if isinstance(schema.get("allOf"), list):
-        return next((types for branch in schema["allOf"] if (types := _find_types(branch, root, visits))), frozenset())
-    return frozenset()
+
+    def _branches(self, branches: list[Any], root: Any, depth: int) -> Iterator[frozenset[str]]:
+        for branch in branches:
+            self._spend(1)
+            yield self.find(branch, root, depth)
+
+    def _spend(self, count: int) -> None:
+        self._num_left -= count
+        if self._num_left < 0:
+            raise TooManySchemas
 
 
 def type_of(value: Any) -> str:
@@ -60,12 +99,13 @@ def type_of(value: Any) -> str:
 
 
 class ArgumentTypes:
-    """The types of one tool's arguments."""
+    """The types of one tool's arguments. finder: shared by the tools of a request. Raises TooManySchemas."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, finder: TypeFinder | None = None) -> None:
+        finder = finder or TypeFinder()
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         named = properties if isinstance(properties, Mapping) else {}
-        self._types = {name: find_types(schema, parameters) or STRING for name, schema in named.items()}
+        self._types = {name: finder.find(schema, parameters) or STRING for name, schema in named.items()}
 
     def name_of(self, key: str) -> str:
         """The argument that a key means: as it is written, or without the blanks around it."""
@@ -124,11 +164,15 @@ def _refuse(name: str) -> Any:
 
 def _join(branches: Iterable[frozenset[str]]) -> frozenset[str]:
     """All of them; nothing when a branch says nothing, since it may then be anything."""
-    found = list(branches)
-    return frozenset().union(*found) if all(found) else frozenset()
+    joined: set[str] = set()
+    for types in branches:
+        if not types:
+            return frozenset()
+        joined |= types
+    return frozenset(joined)
 
 
-def _follow(reference: str, root: Any) -> Any:
+def follow(reference: str, root: Any) -> Any:
     """What a local reference points at; None for any other."""
     if not reference.startswith("#"):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from kv_transfer.errors import InvalidRequest, UnsupportedParameter
 from router.gateway.answer import CallFormat
-from router.gateway.tool_values import ArgumentTypes
+from router.gateway.tool_values import ArgumentTypes, TooManySchemas, TypeFinder
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 262_144
@@ -31,12 +31,13 @@ class ToolChoice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One function. definition: as the client wrote it. parameters: its JSON schema, None where it takes none."""
+    """One function. definition: as the client wrote it. parameters: its JSON schema, None where it takes none. types: of its arguments."""
 
     name: str
     definition: dict[str, Any]
     parameters: Mapping[str, Any] | None
     is_strict: bool
+    types: ArgumentTypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ToolUse:
         """How calls are read; None where their tags are text."""
         if self.choice is ToolChoice.NONE:
             return None
-        types = {tool.name: ArgumentTypes(tool.parameters) for tool in self.tools}
+        types = {tool.name: tool.types for tool in self.tools}
         return CallFormat(types, max_calls=0 if self.is_parallel else 1)
 
 
@@ -70,8 +71,9 @@ def read_tools(tools: list[Any] | None, choice: Any, is_parallel: bool | None) -
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{len(tools)} tools in one request; at most {MAX_TOOLS}", param="tools")
     found: dict[str, Tool] = {}
+    finder = TypeFinder()
     for index, definition in enumerate(tools):
-        tool = _read_tool(definition, f"tools.{index}")
+        tool = _read_tool(definition, f"tools.{index}", finder)
         if tool.name in found:
             raise InvalidRequest(f"two tools are named {tool.name!r}", param=f"tools.{index}.function.name")
         found[tool.name] = tool
@@ -82,7 +84,7 @@ def read_tools(tools: list[Any] | None, choice: Any, is_parallel: bool | None) -
     return ToolUse(everything, how, everything if name is None else (found[name],), is_parallel=is_parallel is not False and name is None)
 
 
-def _read_tool(definition: Any, path: str) -> Tool:
+def _read_tool(definition: Any, path: str, finder: TypeFinder) -> Tool:
     if not isinstance(definition, dict):
         raise InvalidRequest(f"{path} must be an object", param=path)
     if definition.get("type") != "function":
@@ -105,7 +107,13 @@ def _read_tool(definition: Any, path: str) -> Tool:
         raise InvalidRequest("it is nested too deeply", param=path) from None
     if num_bytes > MAX_TOOL_BYTES:
         raise InvalidRequest(f"the tool is longer than {MAX_TOOL_BYTES} bytes; shorten it", param=path)
-    return Tool(name, definition, parameters, function.get("strict") is True)
+    try:
+        types = ArgumentTypes(parameters, finder)
+    except TooManySchemas:
+        raise InvalidRequest(
+            "the schemas of these tools are too large to read; use fewer or simpler ones", param=f"{path}.parameters"
+        ) from None
+    return Tool(name, definition, parameters, function.get("strict") is True, types)
 
 
 def _read_choice(choice: Any) -> tuple[ToolChoice, str | None]:
