@@ -34,7 +34,9 @@ def test_a_string_keeps_what_it_spells() -> None:
 
 def read(*schemas: dict[str, Any]) -> None:
     named = enumerate(schemas)
-    read_tools([{"type": "function", "function": {"name": f"f{index}", "parameters": schema}} for index, schema in named], None, None)
+    read_tools(
+        [{"type": "function", "function": {"name": f"f{index}", "parameters": schema}} for index, schema in named], None, None
+    ).call_format()
 
 
 def test_types_of_a_small_schema_take_a_short_time() -> None:
