@@ -44,10 +44,13 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class NativeLibrary:
-    """The loaded kernels: one attribute per entry of `SIGNATURES`."""
+    """The loaded kernels: one attribute per entry of `SIGNATURES`. Raises BuildFailed for a file that cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildFailed(f"{path} cannot be loaded: {error}; remove it, so that it is compiled again") from error
         supported = self._library.glm_supported
         supported.argtypes, supported.restype = (), ctypes.c_int
         self.is_supported = bool(supported())

@@ -67,11 +67,17 @@ def test_a_place_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
         build_library(tmp_path / "file" / "cache", sources)
 
 
-def choose_without_compiler(choice: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """`choose_kernels` in a new process on a machine without compiler."""
+def choose_kernels_in(choice: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`choose_kernels` in a new process."""
     program = "import sys; from glm_runtime.native.library import choose_kernels; print(choose_kernels(sys.argv[1]))"
-    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    return subprocess.run([sys.executable, "-c", program, choice], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program, choice], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def choose_without_compiler(choice: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """On a machine without compiler."""
+    return choose_kernels_in(choice, {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)})
 
 
 def test_auto_falls_back_to_torch_with_a_warning(tmp_path: Path) -> None:
@@ -84,3 +90,17 @@ def test_native_insists_and_names_its_field(tmp_path: Path) -> None:
     done = choose_without_compiler("native", tmp_path)
     assert "ConfigError: runtime.kernels" in done.stderr
     assert "is 'native', but no C++ compiler was found" in done.stderr
+
+
+@pytest.mark.parametrize("choice", ["auto", "native"])
+def test_a_library_that_cannot_be_loaded_is_as_good_as_none(tmp_path: Path, choice: str) -> None:
+    broken = tmp_path / "glm-cluster" / build_library().name
+    broken.parent.mkdir()
+    broken.write_text("no library")
+    done = choose_kernels_in(choice, {"XDG_CACHE_HOME": str(tmp_path)})
+    if choice == "auto":
+        assert done.stdout == "False\n"
+        assert f"compiled kernels unavailable, torch serves more slowly reason={broken} cannot be loaded" in done.stderr
+    else:
+        assert f"is 'native', but {broken} cannot be loaded" in done.stderr
+        assert "remove it" in done.stderr
