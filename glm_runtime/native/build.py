@@ -55,9 +55,11 @@ def build_library(cache_directory: Path | None = None, source_directory: Path = 
     compiler = _find_compiler()
     sources = sorted(source_directory.glob("*.cpp"))
     directory = cache_directory or _cache_directory()
+    target = directory / f"kernels-{_digest(compiler, source_directory)}.so"
+    if os.path.exists(target):  # also where the directory cannot be written, as in an image that brings its kernels
+        return target
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        target = directory / f"kernels-{_digest(compiler, source_directory)}.so"
         with (directory / f"{target.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():

@@ -104,3 +104,11 @@ def test_a_library_that_cannot_be_loaded_is_as_good_as_none(tmp_path: Path, choi
     else:
         assert f"is 'native', but {broken} cannot be loaded" in done.stderr
         assert "remove it" in done.stderr
+
+
+def test_a_library_in_a_cache_that_cannot_be_written_is_used(sources: Path, tmp_path: Path) -> None:
+    built = build_library(tmp_path, sources)
+    lock = built.with_name(f"{built.name}.lock")
+    lock.unlink()
+    lock.mkdir()  # nobody can open it for writing, root neither
+    assert build_library(tmp_path, sources) == built
