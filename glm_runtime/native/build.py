@@ -10,10 +10,12 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from glm_runtime.runtime_config import KernelsChoice
@@ -58,15 +60,23 @@ def build_library(cache_directory: Path | None = None, source_directory: Path = 
     target = directory / f"kernels-{_digest(compiler, source_directory)}.so"
     if os.path.exists(target):  # also where the directory cannot be written, as in an image that brings its kernels
         return target
-    try:
+    with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"{target.name}.lock").open("w") as lock:
+        lock = (directory / f"{target.name}.lock").open("w")
+    with lock:
+        with _writing(directory):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _compile(compiler, sources, target)
+        if not target.exists():
+            _compile(compiler, sources, target)
+    return target
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise BuildFailed(f"cannot write compiled kernels to {directory}: {error}; make the directory writable") from error
-    return target
 
 
 def are_kernels_expected(choice: KernelsChoice) -> bool:
@@ -95,7 +105,10 @@ def _cache_directory() -> Path:
 
 
 def _digest(compiler: str, source_directory: Path) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise BuildFailed(f"{compiler} cannot be started: {error}") from error
     parts = [compiler, version, *FLAGS, _processor()]
     parts += [f"{path.name}\0{path.read_text()}" for path in sorted(source_directory.iterdir()) if path.suffix in (".cpp", ".hpp")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -112,27 +125,50 @@ def _processor() -> str:
 
 def _compile(compiler: str, sources: Sequence[Path], target: Path) -> None:
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
-        running = [
-            subprocess.Popen([compiler, *FLAGS, "-c", str(source), "-o", str(made)], stderr=subprocess.PIPE, text=True)
-            for source, made in zip(sources, objects, strict=True)
-        ]
-        for source, process in zip(sources, running, strict=True):
-            _wait(process, str(source))
-        made = Path(scratch) / target.name
-        linking = [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(made)]
-        _wait(subprocess.Popen(linking, stderr=subprocess.PIPE, text=True), str(made))
-        made.replace(target)
+    with _writing(target.parent):
+        scratch = tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True)
+    with scratch:
+        objects = [Path(scratch.name) / f"{source.stem}.o" for source in sources]
+        commands = {
+            str(source): [compiler, *FLAGS, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)
+        }
+        _run_all(commands, scratch.name)
+        made = Path(scratch.name) / target.name
+        _run_all({str(target): [compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(made)]}, scratch.name)
+        with _writing(target.parent):
+            made.replace(target)
     logger.info("kernels compiled compiler=%s seconds=%.1f path=%s", compiler, time.monotonic() - started_s, target)
+
+
+def _run_all(commands: Mapping[str, Sequence[str]], scratch: str) -> None:
+    """Run compilers at the same time, by what each makes. At the first that fails the others are ended: nothing writes on after this."""
+    running: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for what, command in commands.items():
+            running[what] = _start(command, scratch)
+        for what, process in running.items():
+            _wait(process, what)
+    except BaseException:
+        for process in running.values():
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        raise
+
+
+def _start(command: Sequence[str], scratch: str) -> "subprocess.Popen[str]":
+    """A group of its own: the compiler's parts are processes that would outlive it."""
+    environment = {**os.environ, "TMPDIR": scratch}
+    try:
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
+    except OSError as error:
+        raise BuildFailed(f"{command[0]} cannot be started: {error}") from error
 
 
 def _wait(process: "subprocess.Popen[str]", what: str) -> None:
     try:
         _, errors = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         raise BuildFailed(f"compiling {what} took more than {_TIMEOUT_S:.0f} s") from None
     if process.returncode:
         raise BuildFailed(f"compiling {what} failed with status {process.returncode}: {errors.strip()[:2000]}")

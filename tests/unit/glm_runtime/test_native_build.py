@@ -112,3 +112,36 @@ def test_a_library_in_a_cache_that_cannot_be_written_is_used(sources: Path, tmp_
     lock.unlink()
     lock.mkdir()  # nobody can open it for writing, root neither
     assert build_library(tmp_path, sources) == built
+
+
+COMPILER = """#!/bin/sh
+case "$*" in
+  *one.cpp*) while [ ! -e "{place}/pid" ]; do sleep 0.05; done; echo 'one.cpp: this is no C++' >&2; {then}; exit 1 ;;
+  *two.cpp*) sleep 60 & echo $! > "{place}/pid.new"; mv "{place}/pid.new" "{place}/pid"; wait ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("then", ["true", 'rm -r "{place}"/cache/tmp*'])
+def test_the_first_failure_is_told_at_once_and_ends_the_other_compilers(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(COMPILER.format(place=tmp_path, then=then.format(place=tmp_path)))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BuildFailed, match=r"compiling .*one\.cpp failed with status 1: one\.cpp: this is no C\+\+"):
+        build_library(tmp_path / "cache", sources)
+    pid = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "the other compiler's own child still runs"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_compiler_that_cannot_start_is_named(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/no/such/shell\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BuildFailed, match=r"g\+\+ cannot be started: "):
+        build_library(tmp_path / "cache", sources)
