@@ -11,11 +11,12 @@ import os
 import platform
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from glm_runtime.runtime_config import KernelsChoice
@@ -42,6 +43,9 @@ FLAGS = (
 NEEDED_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 """As /proc/cpuinfo names what `simd.hpp` asks for."""
 
+UNUSED_S = 30 * 86400.0
+"""Libraries that nobody has asked for in this time go when another one is compiled."""
+
 _TIMEOUT_S = 300.0
 
 
@@ -59,6 +63,8 @@ def build_library(cache_directory: Path | None = None, source_directory: Path = 
     directory = cache_directory or _cache_directory()
     target = directory / f"kernels-{_digest(compiler, source_directory)}.so"
     if os.path.exists(target):  # also where the directory cannot be written, as in an image that brings its kernels
+        with suppress(OSError):
+            os.utime(target)
         return target
     with _writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +74,18 @@ def build_library(cache_directory: Path | None = None, source_directory: Path = 
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             _compile(compiler, sources, target)
+            _drop_unused(directory, target)
     return target
+
+
+def _drop_unused(directory: Path, target: Path) -> None:
+    """Remove what earlier versions and other processors have left. Who has one of them loaded keeps it until it ends."""
+    oldest_s = time.time() - UNUSED_S
+    for path in (*directory.glob("kernels-*.so"), *directory.glob("kernels-*.so.lock")):
+        with suppress(OSError):
+            found = path.stat()
+            if not path.name.startswith(target.name) and max(found.st_atime, found.st_mtime) < oldest_s:
+                path.unlink()
 
 
 @contextmanager
@@ -96,12 +113,27 @@ def _find_compiler() -> str:
 
 
 def _cache_directory() -> Path:
-    """XDG's place for what can be made again; a private one when there is no home."""
+    """XDG's place for what can be made again; a private one when there is no home. Raises BuildFailed."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(root) if root else Path.home() / ".cache") / "glm-cluster"
     except RuntimeError:
-        return Path(tempfile.gettempdir()) / f"glm-cluster-{os.getuid()}"
+        return _private_directory()
+
+
+def _private_directory() -> Path:
+    """Where everybody may write, a directory whose libraries nobody else can have put there: they run with this process's rights."""
+    directory = Path(tempfile.gettempdir()) / f"glm-cluster-{os.getuid()}"
+    with _writing(directory):
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            found = directory.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                fresh = Path(tempfile.mkdtemp(prefix="glm-cluster-"))
+                logger.warning("kernel cache not safe, compiling into another path=%s instead=%s", directory, fresh)
+                return fresh
+    return directory
 
 
 def _digest(compiler: str, source_directory: Path) -> str:

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import stat
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -145,3 +148,32 @@ def test_a_compiler_that_cannot_start_is_named(sources: Path, tmp_path: Path, mo
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(BuildFailed, match=r"g\+\+ cannot be started: "):
         build_library(tmp_path / "cache", sources)
+
+
+def test_old_libraries_go_when_a_new_one_comes(sources: Path, tmp_path: Path) -> None:
+    long_ago_s = time.time() - 31 * 86400
+    kept = ("kernels-new.so", "kernels-new.so.lock", "kernels-read.so", "others.so")
+    for name in (*kept, "kernels-old.so", "kernels-old.so.lock"):
+        (tmp_path / name).write_text("")
+    for name in ("kernels-old.so", "kernels-old.so.lock", "kernels-read.so", "others.so"):
+        os.utime(tmp_path / name, (long_ago_s, long_ago_s))
+    os.utime(tmp_path / "kernels-read.so", (time.time(), long_ago_s))
+    built = build_library(tmp_path, sources)
+    assert {path.name for path in tmp_path.iterdir() if path != sources} == {*kept, built.name, f"{built.name}.lock"}
+    os.utime(built, (long_ago_s, long_ago_s))
+    assert build_library(tmp_path, sources) == built
+    assert built.stat().st_atime > long_ago_s + 86400, "each use is noted, whatever the file system is mounted with"
+
+
+def test_without_a_home_the_directory_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = build._private_directory()
+    assert own == build._private_directory() == tmp_path / f"glm-cluster-{os.getuid()}"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    own.chmod(0o770)
+    other = build._private_directory()
+    assert other != own, "a directory that others can write to may hold anything"
+    assert stat.S_IMODE(other.stat().st_mode) == 0o700
+    own.rmdir()
+    own.symlink_to(other)
+    assert build._private_directory() not in (own, other), "a link is somebody's choice"
