@@ -67,7 +67,7 @@ def test_answers_equal_one_process(cluster_of_format: RunningCluster, reference_
     assert cached_tokens(second) >= BLOCK
     expected = reference_of_format.greedy([*prompts, prompts[-1], turn], MAX_TOKENS)
     assert [token_ids(answer) for answer in (*answers, again, second)] == expected
-    assert [token_ids(first)] == reference_of_format.greedy([prompts[2]], BLOCK + 10)
+    assert [token_ids(first)] == reference_of_format.greedy([prompts[3]], BLOCK + 10)
     cluster_of_format.wait_until_quiescent()
 
 
