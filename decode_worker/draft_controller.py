@@ -24,6 +24,7 @@ class DraftController:
         self.meter = DraftMeter()
         self._max_drafts = model.max_drafts
         self._adapts = model.adapts_drafts
+        self._measures = model.adapts_drafts and model.max_drafts > 0
         self._costs = SpeculationMeter(model.measured_costs)
         self._chosen = model.max_drafts
         self._num_steps = 0
@@ -55,7 +56,7 @@ class DraftController:
         num_next_drafts = max([piece.num_next_drafts for piece in plan.slices], default=0)
         if plan.stop_rule is not None and result.drafts:
             self.meter.count_made(map(len, result.drafts.values()), num_next_drafts)
-        if self._adapts and num_rows and self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0:
+        if self._measures and num_rows and self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0:
             self._costs.take(
                 num_rows=num_rows,
                 num_sequences=len(plan.slices),

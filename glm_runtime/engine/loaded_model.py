@@ -70,9 +70,10 @@ class LoggedLoading:
             logger.info("loading weights percent=%d read_mib=%d total_mib=%d", 10 * tenths, bytes_read >> 20, bytes_total >> 20)
 
 
-def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> LoadedModel:
+def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation, *, drafts_here: bool = True) -> LoadedModel:
     """Load the checkpoint, map the pool with the incarnation's probe pattern, and run a first step. Takes seconds to minutes.
 
+    drafts_here: whether drafts will be made on this worker, and are worth measuring; prefill workers only store the layer's keys.
     Raises ConfigError as `GlmRuntime.load` does.
     """
     runtime = GlmRuntime.load(runtime_config, LoggedLoading().report)
@@ -96,7 +97,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation) -> Loade
         max_drafts=runtime.max_drafts,
         adapts_drafts=runtime_config.adapts_drafts,
         min_draft_probability=runtime_config.min_draft_probability,
-        measured_costs=_measure(runner, runtime),
+        measured_costs=_measure(runner, runtime) if drafts_here else MeasuredCosts(),
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
     )
 

@@ -125,8 +125,8 @@ class WorkerShell:
 
     async def _load(self, thread: EngineThread) -> bool:
         """Load the model on the engine thread and make the role; False when a stop came first."""
-        incarnation = self.me.incarnation
-        loading = thread.submit(lambda config: load_model(config, incarnation), self._runtime_config)
+        incarnation, drafts_here = self.me.incarnation, self._role_name == "decode"
+        loading = thread.submit(lambda config: load_model(config, incarnation, drafts_here=drafts_here), self._runtime_config)
         stopping = asyncio.ensure_future(self._stop.wait())
         both: set[asyncio.Future[Any]] = {loading, stopping}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)

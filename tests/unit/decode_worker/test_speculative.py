@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from decode_worker.config import DecodeConfig
-from decode_worker.draft_controller import DraftController
+from decode_worker.draft_controller import STEPS_BETWEEN_MEASUREMENTS, DraftController
 from decode_worker.speculative import choose_num_drafts, share_draft_rows
 from glm_runtime.engine.calibration import MeasuredCosts
 from glm_runtime.engine.draft_stop import StopRule
@@ -177,6 +177,14 @@ class TestController:
 
     def test_a_fixed_number_stays(self) -> None:
         assert set(self.run(self.make(draft_s=1.0, adapts=False), 100, 0)) == {5}
+
+    def test_costs_are_not_followed_where_nothing_is_drafted(self) -> None:
+        model = dataclasses.replace(World().decodes[0].model, adapts_drafts=True)
+        assert model.max_drafts == 0
+        controller = DraftController(model)
+        for _ in range(STEPS_BETWEEN_MEASUREMENTS):
+            controller.take(StepPlan(step_number=0, slices=()), StepResult(step_number=0, samples={}, target_s=0.01), 0.01, 1)
+        assert controller._costs.costs().target.points == ()
 
     def test_early_stops_are_priced_by_what_is_measured(self) -> None:
         controller = self.make(draft_s=0.001)

@@ -1,10 +1,16 @@
 """What a start that takes minutes writes to the log."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
-from glm_runtime.engine.loaded_model import WORTH_LOGGING_BYTES, LoggedLoading
+import glm_runtime
+from glm_runtime.engine.loaded_model import WORTH_LOGGING_BYTES, LoggedLoading, load_model
+from glm_runtime.runtime_config import RuntimeConfig
+from kv_transfer.identity import Incarnation
+
+TINY = Path(glm_runtime.__file__).parent / "tiny"
 
 
 def test_a_long_load_logs_every_tenth_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,3 +25,11 @@ def test_a_short_load_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         LoggedLoading().report(1000, 1000)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("drafts_here", [False, True])
+def test_drafts_are_measured_where_they_are_made(drafts_here: bool) -> None:
+    config = RuntimeConfig(checkpoint=TINY, cache_bytes=4 << 20, num_threads=1)
+    model = load_model(config, Incarnation(1), drafts_here=drafts_here)
+    assert model.max_drafts > 0, "both sides store the layer's keys"
+    assert bool(model.measured_costs.target) is drafts_here
