@@ -44,7 +44,14 @@ class DecodeRole:
         self._sequences = DecodeSequences()
         holders = StepHolders(model.pool)
         outbox = TokenOutbox(outside)
-        self._session = SinkSession(model.pool, me.incarnation, network.timers, model.layout, transport.destroying_proven)
+        self._session = SinkSession(
+            model.pool,
+            me.incarnation,
+            network.timers,
+            model.layout,
+            transport.destroying_proven,
+            hidden_state_bytes=model.hidden_state_bytes,
+        )
         callbacks = TransferCallbacks(on_done=self._read_done, on_failed=self._read_failed, on_destroyed=self._agent_destroyed)
         self._transfers = TransferThread(transport, asyncio.get_running_loop(), callbacks, network.transport.poll_interval_s)
         self._reads = Reads(self._transfers, model.memory.block_bytes)

@@ -103,6 +103,11 @@ class GlmRuntime:
         return self.runtime_config.max_drafts if self.mtp is not None else 0
 
     @property
+    def hidden_state_bytes(self) -> int | None:
+        """Of one row's hidden state, as a hand-off carries it; None where nothing is drafted."""
+        return self.config.hidden_size * self.model.numerics.dtype.itemsize if self.mtp is not None else None
+
+    @property
     def max_model_len_tokens(self) -> int:
         """Longest sequence, prompt and output together."""
         return self.runtime_config.max_model_len_tokens or self.config.max_position_embeddings

@@ -72,7 +72,14 @@ class SinkHandoff:
     """The sink's side of one attempt, from OPEN_SINK to CLOSED."""
 
     def __init__(
-        self, message: OpenSink, router: PeerId, source: PeerId | None, timers: ProtocolTimers, layout: CacheLayout, now_s: float
+        self,
+        message: OpenSink,
+        router: PeerId,
+        source: PeerId | None,
+        timers: ProtocolTimers,
+        layout: CacheLayout,
+        now_s: float,
+        hidden_state_bytes: int | None = None,
     ) -> None:
         self.transfer = message.transfer
         self.router = router
@@ -96,6 +103,7 @@ class SinkHandoff:
         self._max_output_tokens = min(num_stored_output_tokens, timers.credit_output_tokens)
         self._timers = timers
         self._layout = layout
+        self._hidden_state_bytes = hidden_state_bytes
         self._set_tokens(message.tokens)
 
     def _set_tokens(self, tokens: PackedTokens) -> None:
@@ -233,9 +241,14 @@ class SinkHandoff:
         return self.ask_again(pool, number, now_s)
 
     def accepts_record(self, record: HandoffRecord) -> bool:
-        """Whether decode may go on from this record: with MTP components their keys must be stored up to the last token."""
+        """Whether decode may go on from this record: with MTP components their keys must be stored up to the last token.
+
+        A hidden state of another length was computed in another dtype; the cache format, on which both agree, does not tell that.
+        """
         has_mtp_keys = not self._layout.looks_one_token_ahead or record.num_mtp_tokens == self.num_tokens
-        return has_mtp_keys and is_record_usable(record, self.first_index)
+        given = record.hidden_state
+        fits = given is None or self._hidden_state_bytes is None or len(given) == self._hidden_state_bytes
+        return has_mtp_keys and fits and is_record_usable(record, self.first_index)
 
     def is_answer(self, pool: BlockPool, number: int, read_number: int) -> bool:
         """Whether an answer about this READ of this chunk is one that we wait for."""

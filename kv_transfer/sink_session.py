@@ -44,13 +44,22 @@ class SinkSession:
     handoff_type: ClassVar[type[SinkHandoff]] = SinkHandoff
 
     def __init__(
-        self, pool: BlockPool, incarnation: Incarnation, timers: ProtocolTimers, layout: CacheLayout, destroying_proven: bool
+        self,
+        pool: BlockPool,
+        incarnation: Incarnation,
+        timers: ProtocolTimers,
+        layout: CacheLayout,
+        destroying_proven: bool,
+        *,
+        hidden_state_bytes: int | None = None,
     ) -> None:
+        """hidden_state_bytes: of a record's hidden state, if it has one; None takes any."""
         self._pool = pool
         self._incarnation = incarnation
         self._timers = timers
         self._layout = layout
         self._destroying_proven = destroying_proven
+        self._hidden_state_bytes = hidden_state_bytes
         self._transfers: dict[TransferId, SinkHandoff] = {}
         self._reads: dict[int, TransferId] = {}
         self._next_read_id = 1
@@ -77,7 +86,7 @@ class SinkSession:
             effects += self._settle(older, older.end(self._pool, SinkEvent.SUPERSEDED, "superseded"))
         if busy_s is not None:
             return [*effects, Send(router, SinkBusy(transfer, busy_s))]
-        handoff = self.handoff_type(message, router, source, self._timers, self._layout, now_s)
+        handoff = self.handoff_type(message, router, source, self._timers, self._layout, now_s, self._hidden_state_bytes)
         try:
             effects += handoff.open(self._pool)
         except PoolExhausted as error:

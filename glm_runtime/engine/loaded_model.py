@@ -39,7 +39,8 @@ class LoadedModel:
 
     max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. adapts_drafts: fewer while that is faster, by
     what is measured while serving and, before that, by `measured_costs`. min_draft_probability: see `RuntimeConfig`. grammars: None
-    where the tokenizer does not serve for constrained output.
+    where the tokenizer does not serve for constrained output. hidden_state_bytes: of one row's hidden state, which depends on the
+    numerics; None where nothing is drafted.
     """
 
     runner: StepRunner
@@ -54,6 +55,7 @@ class LoadedModel:
     min_draft_probability: float | None = None
     measured_costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     grammars: GrammarCompiler | None = None
+    hidden_state_bytes: int | None = None
 
 
 class LoggedLoading:
@@ -99,6 +101,7 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation, *, draft
         min_draft_probability=runtime_config.min_draft_probability,
         measured_costs=_measure(runner, runtime) if drafts_here else MeasuredCosts(),
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
+        hidden_state_bytes=runtime.hidden_state_bytes,
     )
 
 

@@ -225,5 +225,6 @@ def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarn
         request_limits=RequestLimits(vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS),
         max_step_tokens=max_step_tokens,
         max_drafts=max_drafts,
+        hidden_state_bytes=len(toy_hidden(0, 0)) if max_drafts else None,
         grammars=toy_grammars(),
     )

@@ -252,7 +252,14 @@ class DecodeBench(BenchWorker):
         self.pairs = BenchPairs(self.destroy)
         holders = StepHolders(self.model.pool)
         self.sequences = DecodeSequences()
-        self.session = SinkSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout, self.transport.destroying_proven)
+        self.session = SinkSession(
+            self.model.pool,
+            self.me.incarnation,
+            TIMERS,
+            self.model.layout,
+            self.transport.destroying_proven,
+            hidden_state_bytes=self.model.hidden_state_bytes,
+        )
         self.outside = BenchOutside(self.me, wire)
         outbox = TokenOutbox(self.outside)
         self.receiver = Receiver(

@@ -80,6 +80,22 @@ def test_a_record_without_the_layers_keys_costs_one_row_and_no_token() -> None:
     assert runner_of(world).num_seeded == 0
 
 
+@pytest.mark.parametrize("cut", [slice(16), slice(0)])
+def test_a_hidden_state_of_another_dtype_costs_one_row_and_no_token(cut: slice) -> None:
+    world = World(max_drafts=5)
+    prefill = world.prefills[0]
+    completed = prefill.sender.completed
+
+    def completed_in_half(sequence, token, now_s, hidden_state=None, logprobs=None):  # type: ignore[no-untyped-def]
+        completed(sequence, token, now_s, hidden_state[cut], logprobs)
+
+    prefill.sender.completed = completed_in_half  # type: ignore[method-assign]
+    asked = world.router.submit(request("a", 20, 60))
+    world.settle()
+    assert asked.output == toy_generate(asked.prompt, asked.sampling)
+    assert runner_of(world).num_seeded == 0
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4])
 def test_no_row_beyond_the_last_token(max_tokens: int) -> None:
     world = World(max_drafts=8)
