@@ -12,6 +12,9 @@ from glm_runtime.ops.impl import is_bf16_rows
 from glm_runtime.paged_cache import CacheRegion, strides_in_bytes
 from glm_runtime.row_format import RowFormat
 
+WIDEST_LOADED_ROW = 4064
+"""Numbers that `glm_load_blocks` has room for beside the whole vectors that it writes."""
+
 _Described = ctypes.c_int64 * 8
 
 
@@ -42,8 +45,10 @@ def described_region(region: CacheRegion) -> "ctypes.Array[ctypes.c_int64]":
 
 
 def load_sequence(region: CacheRegion, block_ids: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
-    """Contract: `load_sequence` of the package."""
+    """Contract: `load_sequence` of the package. Raises ValueError for rows that are wider than `WIDEST_LOADED_ROW`."""
     width, block_ids = region.row_format.width, block_ids.contiguous()
+    if width > WIDEST_LOADED_ROW:
+        raise ValueError(f"load_sequence: rows are {width} numbers wide; the compiled kernel takes at most {WIDEST_LOADED_ROW}")
     rows, block_bytes, token_bytes, *_, kind, block_size = index_keys(region)
     numbers = torch.empty(num_tokens, width, dtype=dtype)
     library().glm_load_blocks(

@@ -8,6 +8,9 @@ from glm_runtime.native.library import library
 from glm_runtime.ops.impl import is_bf16_rows
 from glm_runtime.row_format import RowFormat, RowKind
 
+WIDEST_QUERY = 1024
+"""Numbers that `glm_index_queries` has room for."""
+
 
 def fused_q(heads: Tensor, absorbed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Contract: `reference.fused_q`."""
@@ -26,8 +29,10 @@ def fused_q(heads: Tensor, absorbed: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 
 def index_queries(flat: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, row_format: RowFormat) -> tuple[Tensor, Tensor]:
-    """Contract: `reference.index_queries`."""
+    """Contract: `reference.index_queries`. Raises ValueError for queries that are wider than `WIDEST_QUERY`."""
     num_rows, num_heads, width = flat.shape
+    if width > WIDEST_QUERY:
+        raise ValueError(f"index_queries: queries are {width} wide; the compiled kernel takes at most {WIDEST_QUERY}")
     flat = flat if flat.stride(1) == width else flat.contiguous()
     weights, cos, sin = weights.contiguous(), cos.contiguous(), sin.contiguous()
     is_bf16 = is_bf16_rows("index_queries", "flat", flat)

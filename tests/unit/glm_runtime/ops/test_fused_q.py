@@ -78,3 +78,14 @@ def test_refuses_shapes_that_do_not_fit() -> None:
         fused_q(torch.zeros(2, 3, 8), torch.zeros(2, 3, 8), *angles(2, 10))
     with pytest.raises(ValueError, match="index_queries: flat has shape"):
         index_queries(torch.zeros(2, 3, 9), torch.zeros(2, 3), *angles(2, 4), make_row_format(RowKind.FP32, 8))
+
+
+@pytest.mark.parametrize("impl", [NATIVE])
+def test_compiled_index_queries_refuse_what_their_buffer_does_not_hold(impl: Impl) -> None:
+    def run(width: int) -> Tensor:
+        row_format = make_row_format(RowKind.FP32, width)
+        return index_queries(torch.ones(2, 1, width), torch.ones(2, 1), *angles(2, 4), row_format, impl=impl)[0]
+
+    assert torch.equal(run(1024)[:, :, 4:], torch.ones(2, 1, 1020))
+    with pytest.raises(ValueError, match="index_queries: queries are 1025 wide; the compiled kernel takes at most 1024"):
+        run(1025)

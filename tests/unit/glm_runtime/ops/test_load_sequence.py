@@ -48,3 +48,15 @@ def test_refuses_formats_of_several_planes_and_more_tokens_than_the_blocks_hold(
         load_sequence(poisoned_region(576), torch.tensor([0]), 65, torch.float32)
     with pytest.raises(ValueError, match="of 1 blocks of fp8 fp32-scaled"):
         load_sequence(poisoned_region(128, encoding="fp8 fp32-scaled"), torch.tensor([0]), 6, torch.float32)
+
+
+@pytest.mark.parametrize("impl", [NATIVE])
+def test_compiled_loads_refuse_rows_that_their_buffer_does_not_hold(impl: Impl) -> None:
+    def run(width: int) -> torch.Tensor:
+        region = poisoned_region(width, num_blocks=1, block_size=16, encoding=RowKind.FP32.value)
+        fill(region, torch.tensor([0]), torch.ones(1, width))
+        return load_sequence(region, torch.tensor([0]), 1, torch.float32, impl=impl)
+
+    assert torch.equal(run(4064), torch.ones(1, 4064))
+    with pytest.raises(ValueError, match="load_sequence: rows are 4065 numbers wide; the compiled kernel takes at most 4064"):
+        run(4065)
