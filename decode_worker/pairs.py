@@ -17,7 +17,7 @@ from kv_transfer.errors import LayoutMismatch, TransferError, TransferTimeout
 from kv_transfer.identity import Incarnation, PeerId, WorkerId
 from kv_transfer.link import Party
 from kv_transfer.messages import PairHello, PairRefused, PairState, PartyKind, WorkerAddress, WorkerState, WorkerTable
-from kv_transfer.pairing import PairTerms, check_offer
+from kv_transfer.pairing import PairTerms, check_offer, describe_other_bits
 from kv_transfer.transfer_thread import TransferThread
 
 logger = logging.getLogger(__name__)
@@ -184,6 +184,8 @@ class PrefillPairs:
             raise LayoutMismatch(f"the peer refuses: {answer.reason}")
         offer = answer.offer
         check_offer(self._terms, offer)
+        if (other_bits := describe_other_bits(self._terms, offer)) is not None:
+            logger.warning("pair deterministic on each side only peer=%s reason=%s", peer, other_bits)
         await self._transfers.call(lambda transport: transport.connect_peer(peer, offer))
         async with self._landing:
             await self._probe(peer, incarnation)

@@ -147,7 +147,8 @@ class PeerOffer(_Part, frozen=True):
     """The part of HELLO that two workers exchange: what must agree, and where the pool lies.
 
     agent_metadata: the transport's description of this pair's own agent. base_address, block_bytes, num_blocks: the pool;
-    block `num_blocks` is the probe block (`geometry.py`).
+    block `num_blocks` is the probe block (`geometry.py`). numerics, kernels: in which mode and with which kernels the worker computes;
+    empty where a worker does not say.
     """
 
     fingerprint: str
@@ -161,6 +162,8 @@ class PeerOffer(_Part, frozen=True):
     block_bytes: int
     num_blocks: int
     device_id: int = 0
+    numerics: str = ""
+    kernels: str = ""
 
 
 # -- opening a connection ------------------------------------------------------------------------------------------------

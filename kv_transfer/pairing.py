@@ -22,9 +22,13 @@ class PairTerms:
     base_address: int
     block_bytes: int
     num_blocks: int
+    numerics: str = ""
+    kernels: str = ""
 
     @classmethod
-    def of_pool(cls, layout: CacheLayout, weights_version: str, memory: PoolMemory) -> "PairTerms":
+    def of_pool(
+        cls, layout: CacheLayout, weights_version: str, memory: PoolMemory, *, numerics: str = "", kernels: str = ""
+    ) -> "PairTerms":
         """The terms of a worker of one rank with this pool."""
         return cls(
             layout=layout,
@@ -33,6 +37,8 @@ class PairTerms:
             base_address=memory.base_address,
             block_bytes=memory.block_bytes,
             num_blocks=memory.num_blocks,
+            numerics=numerics,
+            kernels=kernels,
         )
 
     def offer(self, agent: AgentDescription) -> PeerOffer:
@@ -48,6 +54,8 @@ class PairTerms:
             base_address=self.base_address,
             block_bytes=self.block_bytes,
             num_blocks=self.num_blocks,
+            numerics=self.numerics,
+            kernels=self.kernels,
         )
 
 
@@ -67,3 +75,16 @@ def check_offer(mine: PairTerms, theirs: PeerOffer) -> None:
                 expected=here,
                 actual=there,
             )
+
+
+def describe_other_bits(mine: PairTerms, theirs: PeerOffer) -> str | None:
+    """Why the same request may get other tokens here than at the peer, though both are deterministic, and what to do; None if it cannot.
+
+    No reason to refuse: blocks mean the same on both sides. Each kind of kernels is deterministic, but they add in different orders.
+    """
+    if mine.numerics != "deterministic" or theirs.numerics != "deterministic" or mine.kernels == theirs.kernels:
+        return None
+    return (
+        f"kernels are {mine.kernels} here and {theirs.kernels} at the peer, whose sums differ in the last bits: a request that moves or is "
+        f"retried may go on with other tokens; set runtime.kernels explicitly, to 'native' or 'torch' on all workers"
+    )

@@ -42,7 +42,8 @@ class PrefillRole:
         self._session = SourceSession(model.pool, me.incarnation, network.timers, model.layout.component_mask)
         callbacks = TransferCallbacks(on_done=_no_read_done, on_failed=_no_read_failed, on_destroyed=_agent_destroyed)
         self._transfers = TransferThread(transport, asyncio.get_running_loop(), callbacks, network.transport.poll_interval_s)
-        self._pairs = DecodePairs(PairTerms.of_pool(model.layout, model.weights_version, model.memory), self._transfers, outside)
+        terms = PairTerms.of_pool(model.layout, model.weights_version, model.memory, numerics=model.numerics, kernels=model.kernels)
+        self._pairs = DecodePairs(terms, self._transfers, outside)
         self._grammars = GrammarDesk(model.grammars, time.monotonic)
         self._sender = Sender(
             self._session,

@@ -40,7 +40,7 @@ class LoadedModel:
     max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. adapts_drafts: fewer while that is faster, by
     what is measured while serving and, before that, by `measured_costs`. min_draft_probability: see `RuntimeConfig`. grammars: None
     where the tokenizer does not serve for constrained output. hidden_state_bytes: of one row's hidden state, which depends on the
-    numerics; None where nothing is drafted.
+    numerics; None where nothing is drafted. numerics, kernels: the mode, and "native" or "torch", as it came out; what peers are told.
     """
 
     runner: StepRunner
@@ -56,6 +56,8 @@ class LoadedModel:
     measured_costs: MeasuredCosts = field(default_factory=MeasuredCosts)
     grammars: GrammarCompiler | None = None
     hidden_state_bytes: int | None = None
+    numerics: str = ""
+    kernels: str = ""
 
 
 class LoggedLoading:
@@ -102,6 +104,8 @@ def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation, *, draft
         measured_costs=_measure(runner, runtime) if drafts_here else MeasuredCosts(),
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
         hidden_state_bytes=runtime.hidden_state_bytes,
+        numerics=runtime.model.numerics.mode,
+        kernels="native" if runtime.model.numerics.impl == "native" else "torch",
     )
 
 

@@ -1,12 +1,14 @@
 """Pairs over the loopback transport: made, refused, broken and healed. One event loop, no sockets."""
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
 from decode_worker.pairs import PrefillPairs
 from decode_worker.reads import Reads
@@ -117,6 +119,32 @@ def run(script: Callable[[Both], Awaitable[None]], **source_terms: Any) -> None:
         await both.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "warns"),
+    [
+        (("deterministic", "torch"), ("deterministic", "native"), True),
+        (("deterministic", "native"), ("deterministic", "native"), False),
+        (("fast", "torch"), ("fast", "native"), False),
+        (("", ""), ("deterministic", "native"), False),  # of a release that does not say
+    ],
+)
+def test_deterministic_workers_with_other_kernels_pair_with_a_warning(
+    theirs: tuple[str, str], ours: tuple[str, str], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(both: Both) -> None:
+        both.prefill_pairs._terms = replace(both.sink.terms, numerics=ours[0], kernels=ours[1])
+        both.prefill_pairs.peer_up(SOURCE)
+        await both.until(lambda: both.is_up)
+
+    with caplog.at_level(logging.WARNING):
+        run(script, numerics=theirs[0], kernels=theirs[1])
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warns, told
+    for message in told:
+        assert "kernels are native here and torch at the peer" in message
+        assert "set runtime.kernels" in message
 
 
 def epochs(sent: list[Message]) -> list[int]:

@@ -47,3 +47,5 @@ def test_a_hidden_state_has_the_bytes_that_are_said(numerics: NumericsMode) -> N
     piece = SequenceSlice(sequence_id=name, tokens=(5, 6), start=0, block_table=(BlockId(0),), sampling=sampling, keeps_hidden=True)
     result = model.runner.run(StepPlan(step_number=0, slices=(piece,)))
     assert len(result.hidden_states[name]) == model.hidden_state_bytes
+    assert model.numerics == numerics
+    assert model.kernels in ("native", "torch")
