@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.errors import UnsupportedParameter
+from kv_transfer.errors import InvalidRequest, UnsupportedParameter
 from kv_transfer.messages import GrammarSpec, SamplingParameters
 from router.gateway import sse
 from router.gateway.answer import TextDelta
@@ -23,7 +23,7 @@ from router.gateway.reasoning import find_think_end
 from router.gateway.sampling import check_context
 from router.gateway.schema import ChatRequest, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
-from router.gateway.tool_grammar import find_tool_grammar
+from router.gateway.tool_grammar import find_tool_grammar, name_tool
 from router.gateway.tools import ToolChoice, ToolUse, read_tools
 from router.gateway.turn_parser import CALL_TAGS, CallDelta, Tag
 
@@ -44,7 +44,11 @@ class ChatEndpoint(GeneratingEndpoint):
         use = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         self._check_vocabulary(use)
         answer_grammar = find_grammar(request)
-        grammar = await self.check_grammar(exchange, request, find_tool_grammar(use, answer_grammar))
+        asked_grammar = find_tool_grammar(use, answer_grammar)
+        try:
+            grammar = await self.check_grammar(exchange, request, asked_grammar)
+        except InvalidRequest as error:
+            raise name_tool(error, use, asked_grammar) from None
         parts.relay.admit(request.num_choices)
         messages = plain_messages(request.messages)
         variables = template_variables(request.reasoning_effort, request.chat_template_kwargs)
@@ -52,10 +56,11 @@ class ChatEndpoint(GeneratingEndpoint):
         asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         max_tokens = check_context(len(tokens), asked, parts.context_tokens, "messages")
         control_id = parts.tokenizer.control_id
+        bad_words = await self.tokenise_bad_words(request)
         think_end_id = find_think_end(tokens, control_id(START_OF_THINKING), control_id(END_OF_THINKING))
         if grammar is not None:
             grammar = self._place(grammar, use, think_end_id, is_optional=use.choice is ToolChoice.AUTO and answer_grammar is None)
-        sampling = self._forbid_calls(self.make_sampling(request, max_tokens, len(tokens), "messages", grammar), use)
+        sampling = self._forbid_calls(self.make_sampling(request, max_tokens, len(tokens), grammar, bad_words), use)
         response_id = new_response_id("chatcmpl")
         legs = self.make_legs(request, response_id, tokens, sampling)
         calls = use.call_format()

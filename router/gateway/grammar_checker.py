@@ -62,7 +62,7 @@ class GrammarChecker:
         if reply.spec is None:
             reason = " ".join(reply.error.split())[:MAX_REASON_LENGTH]
             raise InvalidRequest(f"{asked.param} cannot be used: {reason}", param=asked.param)
-        return CheckedGrammar(asked.param, reply.spec, reply.warnings)
+        return CheckedGrammar(asked.param, reply.spec, (*asked.notes, *reply.warnings))
 
     async def close(self) -> None:
         """End the process."""

@@ -85,12 +85,16 @@ class Notation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """The one constraint of a request, as the client wrote it. param: the field that holds it."""
+    """The one constraint of a request, as the client wrote it. param: the field that holds it.
+
+    notes: what of it is known not to be enforced.
+    """
 
     param: str
     notation: Notation
     text: str
     is_lenient: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def find_ignored_grammar_fields(fields: GrammarFields) -> list[str]:

@@ -17,6 +17,7 @@ from router.gateway.tool_values import ArgumentTypes, TooManySchemas, TypeFinder
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 262_144
+TOO_MANY_SCHEMAS = "the schemas of these tools are too large to read; use fewer or simpler ones"
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
@@ -110,9 +111,7 @@ def _read_tool(definition: Any, path: str, finder: TypeFinder) -> Tool:
     try:
         types = ArgumentTypes(parameters, finder)
     except TooManySchemas:
-        raise InvalidRequest(
-            "the schemas of these tools are too large to read; use fewer or simpler ones", param=f"{path}.parameters"
-        ) from None
+        raise InvalidRequest(TOO_MANY_SCHEMAS, param=f"{path}.parameters") from None
     return Tool(name, definition, parameters, function.get("strict") is True, types)
 
 

@@ -223,7 +223,20 @@ def test_what_of_a_schema_is_not_enforced_is_named(gateway: RunningGateway, scri
     assert reply.status_code == 200
     assert "uniqueItems" in reply.headers["x-grammar-warnings"]
     tool["tools"][0]["function"]["strict"] = True
-    assert chat(gateway, **tool).json()["error"]["param"] == "tools"
+    error = chat(gateway, **tool).json()["error"]
+    assert error["param"] == "tools.0.function.parameters"
+    assert "<tool_call>" not in error["message"], "our rules are nothing to a client"
+
+
+def test_what_text_cannot_be_held_to_is_named_or_refused(gateway: RunningGateway, script: FakeCluster) -> None:
+    parameters = {"properties": {"a": {"type": "string", "minLength": 5000}}}
+    tools = [NOW, *with_function(parameters=parameters)["tools"]]
+    reply = chat(gateway, tools=tools, tool_choice="required")
+    assert reply.status_code == 200
+    assert "tools.1.function.parameters: a minLength" in reply.headers["x-grammar-warnings"]
+    tools[1]["function"]["strict"] = True
+    assert chat(gateway, tools=tools).json()["error"]["param"] == "tools.1.function.parameters"
+    assert chat(gateway, tools=tools[:1], tool_choice="required").headers.get("x-grammar-warnings") is None
 
 
 def many(count: int) -> list[Any]:
@@ -257,7 +270,9 @@ def with_function(**fields: Any) -> dict[str, Any]:
         ({"tool_choice": "required", "ignore_eos": True}, "invalid_request", "ignore_eos"),
         ({"guided_regex": "a+"}, "invalid_request", "guided_regex"),
         ({**with_function(parameters={"properties": {"a": {"type": "array", "items": {"type": "txt"}}}}), "tool_choice": "required"},
-         "invalid_request", "tool_choice"),
+         "invalid_request", "tools.0.function.parameters"),
+        ({"tools": [NOW, WEATHER, *with_function(parameters={"properties": {"a": {"type": "string", "pattern": "a(?=b)"}}})["tools"]],
+          "tool_choice": {"type": "function", "function": {"name": "f"}}}, "invalid_request", "tools.2.function.parameters"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
          "invalid_request", "messages.1.tool_calls.0.function.arguments"),
         ({"messages": HI * 8193}, "invalid_request", "messages"),
