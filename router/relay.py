@@ -15,7 +15,7 @@ import msgspec
 
 from kv_transfer.block_keys import block_keys
 from kv_transfer.errors import Draining
-from kv_transfer.identity import RequestId
+from kv_transfer.identity import PackedTokens, RequestId
 from kv_transfer.messages import Closed, Gone, Message, Ping, TokenDelta, Tokens, WorkerTable
 from router.admission import AdmissionView, find_refusal
 from router.config import RouterConfig
@@ -103,17 +103,19 @@ class Relay:
             raise refusal
 
     def submit(self, request: GenerationRequest, wakeup: Wakeup) -> Output:
-        """Take an admitted request; its tokens come to the Output, which sets `wakeup`."""
+        """Take an admitted request; its tokens come to the Output, which sets `wakeup`. Keys of its prompt that it brings are kept."""
         now_s = self._clock()
-        config = self.config
-        if request.sampling.prompt_logprobs < 0:  # a prompt that is scored shares no block with anybody
-            keys = block_keys(request.prompt, request.cache_salt, config.block_size_tokens, config.keys_look_ahead)
-            request = msgspec.structs.replace(request, block_keys=tuple(keys))
-        live = _Live(RequestFlow(request, config, now_s), Output(wakeup), self._num_submitted)
+        if request.sampling.prompt_logprobs < 0 and not request.block_keys:  # a prompt that is scored shares no block with anybody
+            request = msgspec.structs.replace(request, block_keys=self.prompt_keys(request.prompt, request.cache_salt))
+        live = _Live(RequestFlow(request, self.config, now_s), Output(wakeup), self._num_submitted)
         self._num_submitted += 1
         self._live[request.request_id] = self._waiting[request.request_id] = live
         self._pump(now_s)
         return live.output
+
+    def prompt_keys(self, prompt: PackedTokens, salt: bytes) -> tuple[bytes, ...]:
+        """Keys of a prompt's blocks, for requests that share it."""
+        return tuple(block_keys(prompt, salt, self.config.block_size_tokens, self.config.keys_look_ahead))
 
     def finish(self, request_id: RequestId, reason: str) -> None:
         """The gateway needs no more tokens of it. Idempotent."""

@@ -41,13 +41,16 @@ class CompletionEndpoint(GeneratingEndpoint):
         asked = max(asked, 1) if request.num_prompt_logprobs >= 0 else asked
         parts.relay.admit(len(prompts) * request.num_choices)
         response_id = new_response_id("cmpl")
+        bad_words = await self.tokenise_bad_words(request)
+        num_told_tokens = 0
         legs: list[GenerationRequest] = []
         answers, echoes = [], []
         for index, prompt in enumerate(prompts):
             tokens = await self._tokenise_prompt(prompt)
             check_context(len(tokens), asked, parts.context_tokens, "prompt")
             # Each prompt draws its own numbers, unless the client fixed the seed.
-            sampling = self.make_sampling(request, asked, len(tokens), "prompt", grammar)
+            num_told_tokens += len(tokens) * request.num_choices
+            sampling = self.make_sampling(request, asked, num_told_tokens, grammar, bad_words)
             legs += self.make_legs(request, f"{response_id}-{index}", tokens, sampling)
             answers += [self.make_answer(request, sampling, None) for _ in range(request.num_choices)]
             echoes.append(EchoedPrompt(tokens, self._prompt_text(prompt) if request.echo else ""))

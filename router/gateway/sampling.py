@@ -134,12 +134,12 @@ def _check_ids(ids: Iterable[int], model: ServedModel, param: str) -> None:
 
 
 def check_prompt_logprobs(num_prompt_tokens: int, num_each: int, limit: int, param: str) -> None:
-    """Raise InvalidRequest when more log-probabilities of a prompt are asked for than one answer may carry."""
+    """Raise InvalidRequest when more log-probabilities of prompts are asked for than one answer may carry; `param` asks for them."""
     wanted = num_prompt_tokens * (num_each + 1)
     if num_each >= 0 and wanted > limit:
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens and {num_each + 1} log-probabilities are asked for at each, together {wanted}; "
-            f"this server tells at most {limit}. Ask for fewer or shorten the prompt.",
+            f"log-probabilities of {num_prompt_tokens} prompt tokens are asked for, over all prompts and answers, and {num_each + 1} at "
+            f"each, together {wanted}; this server tells at most {limit}. Ask for fewer or shorten the prompt.",
             param=param,
         )
 

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -38,6 +38,8 @@ from router.relay import Relay
 from router.request_flow import GenerationRequest
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_NAMED_FIELDS = 16
 MAX_WARNING_LENGTH = 512
@@ -193,19 +195,14 @@ class GeneratingEndpoint(ABC):
         names = [UNSAFE_IN_HEADER.sub("?", name)[:64] for name in ignored[:MAX_NAMED_FIELDS]]
         exchange.extra_headers.append((b"x-ignored-fields", ", ".join(names).encode()))
 
-    def make_request(self, request_id: str, tokens: Sequence[int], sampling: SamplingParameters, salt: str | None) -> GenerationRequest:
-        """What the relay is given."""
-        return GenerationRequest(
-            request_id=RequestId(request_id),
-            prompt=pack_tokens(tokens),
-            num_prompt_tokens=len(tokens),
-            sampling=sampling,
-            cache_salt=(salt or "").encode(),
-        )
-
-    async def tokenise(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def tokenise(self, num_characters: int, encode: Callable[[], T]) -> T:
         """See the function of that name."""
         return await tokenise(self.parts, num_characters, encode)
+
+    async def tokenise_bad_words(self, request: GenerationFields) -> list[list[int]]:
+        """See the function of that name. Once for a request, whatever its prompts."""
+        words = request.bad_words or ()
+        return await self.tokenise(sum(map(len, words)), lambda: tokenise_bad_words(words, self.parts.tokenizer))
 
     def make_answer(
         self,
@@ -248,16 +245,25 @@ class GeneratingEndpoint(ABC):
         return checked.spec
 
     def make_sampling(
-        self, request: GenerationFields, max_tokens: int, num_prompt_tokens: int, param: str, grammar: GrammarSpec | None
+        self,
+        request: GenerationFields,
+        max_tokens: int,
+        num_told_tokens: int,
+        grammar: GrammarSpec | None,
+        bad_words: Sequence[Sequence[int]],
     ) -> SamplingParameters:
-        """Sampling parameters of one prompt. Raises InvalidRequest; `param` names the prompt."""
+        """Sampling parameters of one prompt. Raises InvalidRequest.
+
+        num_told_tokens: prompt tokens whose log-probabilities the request has told by then, once for each time that they are told.
+        """
         parts = self.parts
-        check_prompt_logprobs(num_prompt_tokens, request.num_prompt_logprobs, parts.config.max_prompt_logprobs, param)
+        param = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+        check_prompt_logprobs(num_told_tokens, request.num_prompt_logprobs, parts.config.max_prompt_logprobs, param)
         sampling = make_sampling(
             request,
             parts.model,
             max_tokens,
-            bad_words=tokenise_bad_words(request.bad_words or (), parts.tokenizer),
+            bad_words=bad_words,
             logprobs_mode=LogprobsMode(parts.config.logprobs_mode),
         )
         return msgspec.structs.replace(sampling, grammar=grammar)
@@ -265,7 +271,13 @@ class GeneratingEndpoint(ABC):
     def make_legs(
         self, request: GenerationFields, name: str, tokens: Sequence[int], sampling: SamplingParameters
     ) -> list[GenerationRequest]:
-        """One request per choice of a prompt, each with its own seed. Only the first is asked about the prompt."""
+        """One request per choice of a prompt, each with its own seed. Only the first is asked about the prompt.
+
+        The prompt is packed and its blocks are hashed once. A scored prompt shares no block with anybody.
+        """
+        packed, salt = pack_tokens(tokens), (request.cache_salt or "").encode()
+        is_shared = request.num_choices > 1 or sampling.prompt_logprobs < 0
+        keys = self.parts.relay.prompt_keys(packed, salt) if is_shared else ()
         legs = []
         for choice in range(request.num_choices):
             own = msgspec.structs.replace(
@@ -273,11 +285,19 @@ class GeneratingEndpoint(ABC):
                 seed=choice_seed(sampling.seed, choice),
                 prompt_logprobs=sampling.prompt_logprobs if choice == 0 else -1,
             )
-            legs.append(self.make_request(f"{name}-{choice}" if choice else name, tokens, own, request.cache_salt))
+            leg = GenerationRequest(
+                request_id=RequestId(f"{name}-{choice}" if choice else name),
+                prompt=packed,
+                num_prompt_tokens=len(tokens),
+                sampling=own,
+                cache_salt=salt,
+                block_keys=keys if own.prompt_logprobs < 0 else (),
+            )
+            legs.append(leg)
         return legs
 
 
-async def tokenise(parts: GatewayParts, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+async def tokenise(parts: GatewayParts, num_characters: int, encode: Callable[[], T]) -> T:
     """Run `encode` here, or on a thread when the text is so long that every stream would wait for it."""
     if num_characters < parts.config.tokenize_inline_below_characters:
         return encode()

@@ -3,13 +3,14 @@
 Knows: the two requests and their answers. Does not know how text becomes tokens (`tokenizer.py`, `chat_template.py`).
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
-from kv_transfer.errors import InvalidRequest
+from kv_transfer.errors import InvalidRequest, PromptTooLong
 from router.gateway.chat_messages import plain_messages, template_variables
 from router.gateway.detokeniser import Detokeniser
 from router.gateway.exchange import ClientGone, Exchange
@@ -54,11 +55,18 @@ class TokenizeEndpoint:
         _check_model(parts, request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either a prompt or messages", param="prompt")
-        tokens = await tokenise(parts, len(body), lambda: self._encode(request))
-        texts = parts.token_texts
-        strings = [texts.readable(token) for token in tokens] if request.return_token_strs else None
+        await exchange.reply(await tokenise(parts, len(body), lambda: self._tell(request)))
+
+    def _tell(self, request: TokenizeRequest) -> bytes:
+        parts = self._parts
+        tokens = self._encode(request)
+        strings = None
+        if request.return_token_strs:
+            _check_length(parts, len(tokens), "prompt" if request.messages is None else "messages")
+            texts = parts.token_texts
+            strings = [texts.readable(token) for token in tokens]
         told = {"count": len(tokens), "max_model_len": parts.context_tokens, "tokens": tokens, "token_strs": strings}
-        await exchange.reply(msgspec.json.encode(told))
+        return msgspec.json.encode(told)
 
     def _encode(self, request: TokenizeRequest) -> list[int]:
         if request.messages is None:
@@ -85,9 +93,18 @@ class DetokenizeEndpoint:
         _check_model(parts, request.model)
         if any(token >= parts.model.num_token_ids for token in request.tokens):
             raise InvalidRequest(f"a token id is outside 0..{parts.model.num_token_ids - 1}", param="tokens")
-        detokeniser = Detokeniser(parts.tokenizer.token_bytes)
-        text = detokeniser.feed(request.tokens) + detokeniser.flush()
-        await exchange.reply(msgspec.json.encode({"prompt": text}))
+        _check_length(parts, len(request.tokens), "tokens")
+        await exchange.reply(await tokenise(parts, len(request.tokens), lambda: self._tell(request.tokens)))
+
+    def _tell(self, tokens: Sequence[int]) -> bytes:
+        detokeniser = Detokeniser(self._parts.tokenizer.token_bytes)
+        return msgspec.json.encode({"prompt": detokeniser.feed(tokens) + detokeniser.flush()})
+
+
+def _check_length(parts: GatewayParts, num_tokens: int, param: str) -> None:
+    """Raise PromptTooLong for more tokens than any request could have: spelling them out takes time and memory."""
+    if num_tokens > parts.context_tokens:
+        raise PromptTooLong(f"{num_tokens} tokens, and the model's context is {parts.context_tokens}; shorten it", param=param)
 
 
 def _check_model(parts: GatewayParts, name: str | None) -> None:

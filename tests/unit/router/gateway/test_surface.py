@@ -2,19 +2,27 @@
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
 from starlette.types import Message as AsgiMessage
 
+from kv_transfer.block_keys import block_keys
+from kv_transfer.errors import InvalidRequest, PromptTooLong
+from kv_transfer.identity import PackedTokens, pack_tokens
 from kv_transfer.messages import FinishReason, OpenSink, SinkReady, TokenDelta, TokenLogprobs, Tokens
+from router import relay
 from router.config import GatewayConfig, RouterConfig
+from router.gateway import surface
 from router.gateway.chat import ChatEndpoint
 from router.gateway.chat_template import ChatEncoder, ChatTemplate, read_pinned_template
 from router.gateway.completions import CompletionEndpoint
+from router.gateway.detokeniser import Detokeniser
 from router.gateway.grammar_checker import GrammarChecker
+from router.gateway.logprobs import TokenTexts
 from router.gateway.metrics import GatewayMetrics
 from router.gateway.sampling import describe_model
 from router.gateway.surface import GatewayParts
@@ -22,6 +30,7 @@ from router.gateway.token_endpoints import DetokenizeEndpoint, TokenizeEndpoint
 from router.gateway.tokenizer import TextTokenizer
 from tests.unit.router.test_relay import DECODE, PREFILL, Scene
 
+HI = [{"role": "user", "content": "hi"}]
 Endpoint = type[ChatEndpoint] | type[CompletionEndpoint] | type[TokenizeEndpoint] | type[DetokenizeEndpoint]
 
 
@@ -85,7 +94,7 @@ class Served:
 def play(tokenizer: TextTokenizer, scene: Callable[[Served], Awaitable[None]], **gateway: Any) -> Served:
     async def run() -> Served:
         served = Served(tokenizer, **gateway)
-        await scene(served)
+        await asyncio.wait_for(scene(served), 10)
         return served
 
     return asyncio.run(run())
@@ -160,3 +169,118 @@ def test_how_an_answer_was_ended_is_told(tokenizer: TextTokenizer) -> None:
 
     records = play(tokenizer, scene).scene.records
     assert [record.reason for record in records] == ["stop_string", "end_of_turn"]
+
+
+# -- what a large request costs ------------------------------------------------------------------------------------------
+
+
+def test_bad_words_are_tokenised_once_and_on_a_thread_when_long(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+    encode_runs = tokenizer.encode_runs
+
+    def watch(runs: Sequence[str]) -> list[list[int]]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode_runs(runs)
+
+    monkeypatch.setattr(tokenizer, "encode_runs", watch)
+
+    async def scene(served: Served) -> None:
+        for body, endpoint in (({"prompt": ["a", "b", "c"]}, CompletionEndpoint), ({"messages": HI}, ChatEndpoint)):
+            before = len(served.opened)
+            asked = asyncio.create_task(served.post({**body, "max_tokens": 1, "bad_words": ["x" * 30, "word"]}, endpoint))
+            await served.opened_are(before + 1)
+            assert len({message.sampling.bad_words for message in served.opened[before:]}) == 1
+            asked.cancel()
+
+    play(tokenizer, scene, tokenize_inline_below_characters=20)
+    assert threads.count(False) == 3, "once for each request, and the chat's messages"
+    assert len(threads) == 3
+
+
+def test_a_prompt_is_packed_and_hashed_once_however_many_answers_it_gets(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def watch(tokens: PackedTokens, *rest: Any) -> list[bytes]:
+        calls.append(len(tokens))
+        return block_keys(tokens, *rest)
+
+    monkeypatch.setattr(relay, "block_keys", watch)
+    packed: list[int] = []
+
+    def pack(tokens: Sequence[int]) -> PackedTokens:
+        packed.append(len(tokens))
+        return pack_tokens(tokens)
+
+    monkeypatch.setattr(surface, "pack_tokens", pack)
+
+    async def scene(served: Served) -> None:
+        asked = asyncio.create_task(served.post({"prompt": [65] * 200, "max_tokens": 2, "n": 3}))
+        await served.opened_are(1)
+        served.say(0, (67,))
+        await served.opened_are(3)
+        assert len({message.tokens for message in served.opened}) == 1
+        asked.cancel()
+
+    play(tokenizer, scene)
+    assert (len(calls), len(packed)) == (1, 1)
+
+
+def test_log_probabilities_of_prompts_are_limited_over_the_request(tokenizer: TextTokenizer) -> None:
+    async def scene(served: Served) -> None:
+        asked = {"max_tokens": 1, "prompt_logprobs": 1}
+        with pytest.raises(InvalidRequest, match="together 120; this server tells at most 100") as caught:
+            await served.post({**asked, "prompt": [[65] * 10] * 3, "n": 2})
+        assert caught.value.param == "prompt_logprobs"
+        with pytest.raises(InvalidRequest, match="at most 100") as caught:
+            await served.post({"prompt": [[65] * 51] * 2, "max_tokens": 0, "echo": True, "logprobs": 0})
+        assert caught.value.param == "logprobs"
+        with pytest.raises(InvalidRequest, match="at most 100") as caught:
+            await served.post({"messages": [{"role": "user", "content": "x" * 200}], "prompt_logprobs": 9}, ChatEndpoint)
+        assert caught.value.param == "prompt_logprobs"
+        assert served.opened == []
+        fits = asyncio.create_task(served.post({**asked, "prompt": [[65] * 10] * 2, "n": 2}))
+        await served.opened_are(2)
+        fits.cancel()
+
+    play(tokenizer, scene, max_prompt_logprobs=100)
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint"),
+    [
+        ({"tokens": [65] * 8193}, DetokenizeEndpoint),
+        ({"prompt": "<|user|>" * 8193, "return_token_strs": True}, TokenizeEndpoint),
+    ],
+)
+def test_no_more_tokens_are_spelt_out_than_a_context_holds(tokenizer: TextTokenizer, body: dict[str, Any], endpoint: Endpoint) -> None:
+    async def scene(served: Served) -> None:
+        with pytest.raises(PromptTooLong, match="8193 tokens"):
+            await served.post(body, endpoint)
+
+    play(tokenizer, scene)
+
+
+def test_long_texts_are_spelt_out_on_a_thread(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def watch(texts: TokenTexts, token: int) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return bytes_of(texts, token)
+
+    bytes_of = TokenTexts.bytes_of
+    monkeypatch.setattr(TokenTexts, "bytes_of", watch)
+    feed = Detokeniser.feed
+
+    def watch_feed(self: Detokeniser, tokens: Sequence[int]) -> str:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return feed(self, tokens)
+
+    monkeypatch.setattr(Detokeniser, "feed", watch_feed)
+
+    async def scene(served: Served) -> None:
+        await served.post({"tokens": [65] * 100}, DetokenizeEndpoint)
+        await served.post({"prompt": "x" * 100, "return_token_strs": True}, TokenizeEndpoint)
+
+    assert '"token_strs":["' in play(tokenizer, scene, tokenize_inline_below_characters=50).text
+    assert threads
+    assert not any(threads)
