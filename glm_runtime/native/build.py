@@ -98,7 +98,13 @@ def _writing(directory: Path) -> Iterator[None]:
 
 def are_kernels_expected(choice: KernelsChoice) -> bool:
     """Whether the compiled kernels will serve under this choice, as far as can be told without compiling anything."""
-    return choice != "torch" and _compiler() is not None and set(NEEDED_FEATURES) <= set(_processor().split())
+    return choice != "torch" and _compiler() is not None and not missing_features()
+
+
+def missing_features() -> tuple[str, ...]:
+    """Which instruction sets this processor lacks for the compiled kernels."""
+    there = set(_processor().split())
+    return tuple(feature for feature in NEEDED_FEATURES if feature not in there)
 
 
 def _compiler() -> str | None:

@@ -1,7 +1,9 @@
 """Typed calls into the compiled kernels. One table of signatures; pointers are `Tensor.data_ptr()`.
 
-A call releases the interpreter's lock and runs on torch's own OpenMP threads (one copy of libgomp serves both), as many as
-`torch.get_num_threads()` says. Nothing is checked here: shapes, dtypes and contiguity are the ops' business.
+A call releases the interpreter's lock and runs on torch's own OpenMP threads (one copy of libgomp serves both). Products are told how
+many, `torch.get_num_threads()`. The other kernels take OpenMP's number, which every calling thread has for itself: torch's first parallel
+work, or `torch.set_num_threads`, in a thread sets it there, so the two agree on the engine thread, which loads and runs.
+Nothing is checked here: shapes, dtypes and contiguity are the ops' business.
 """
 
 import ctypes
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its libgomp must be in the process before ours is looked up
 
-from glm_runtime.native.build import BuildFailed, build_library
+from glm_runtime.native.build import BuildFailed, build_library, missing_features
 from glm_runtime.runtime_config import KernelsChoice
 from kv_transfer.errors import ConfigError
 
@@ -69,8 +71,14 @@ def library() -> NativeLibrary:
     """The kernels of this process, built and loaded at the first call. Raises BuildFailed."""
     loaded = NativeLibrary(build_library())
     if not loaded.is_supported:
-        raise BuildFailed("the compiled kernels need AVX-512 (F, BW, DQ, VL, BF16), which this processor has not")
+        raise BuildFailed(f"the compiled kernels need AVX-512 (F, BW, DQ, VL, BF16); {_why_unsupported()}")
     return loaded
+
+
+def _why_unsupported() -> str:
+    if missing := missing_features():
+        return f"this processor has no {', '.join(missing)}"
+    return "this processor has it, but the compiler is too old to use it: install g++ 10, clang 9, or a newer one"
 
 
 def choose_kernels(choice: KernelsChoice) -> bool:

@@ -123,7 +123,9 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """Where one output is in its grammar. `accept` and `rollback` change it, `fill` does not; never two at a time.
+    """Where one output is in its grammar. `accept` and `rollback` move it; never two calls at a time.
+
+    `masks` leaves it where it is, but may renew the matcher, and sets `error` where nothing can follow.
 
     Before the constraint begins (thinking) every token is allowed but those that end an answer: an output that ends there would have
     broken its promise, unless the constraint is optional. From then on the masks are the grammar's; where it is complete the end tokens

@@ -56,7 +56,7 @@ void copy_row(const float* numbers, Numbers out, int64_t width) {
     for (int64_t i = 0; i < width; i += kLanes) out.store(i, _mm512_loadu_ps(numbers + i), lanes_at(i, width));
 }
 
-// In the order of `described_planes` in `ops/cache_rows/native.py`.
+// In the order of `described_region` in `ops/cache_rows/native.py`.
 Region region_of(const int64_t* described) {
     return Region{RowKind(described[6]),
                   described[7],

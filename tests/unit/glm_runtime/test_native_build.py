@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -177,3 +178,13 @@ def test_without_a_home_the_directory_is_ones_own(tmp_path: Path, monkeypatch: p
     own.rmdir()
     own.symlink_to(other)
     assert build._private_directory() not in (own, other), "a link is somebody's choice"
+
+
+def test_a_compiler_that_is_too_old_is_told_apart_from_the_processor(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++") or shutil.which("c++")} "$@" -mno-avx512bf16\n')
+    compiler.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path)}
+    done = choose_kernels_in("auto", environment)
+    assert done.stdout == "False\n", done.stderr
+    assert "this processor has it, but the compiler is too old" in done.stderr
