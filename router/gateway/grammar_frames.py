@@ -13,7 +13,7 @@ LENGTH_BYTES = 4
 
 
 class CheckRequest(msgspec.Struct, frozen=True, array_like=True):
-    """notation: of `grammar_fields.Notation`. limit_s: how long the answer may take."""
+    """notation: of `grammar_fields.Notation`. limit_s: CPU time that the answer may take."""
 
     notation: str
     text: str

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from kv_transfer.errors import InvalidRequest, QueueFull
 from kv_transfer.grammar import GrammarKind, GrammarSpec
 from router.gateway import grammar_checker
-from router.gateway.grammar_checker import CheckedGrammar, GrammarChecker
+from router.gateway.grammar_checker import CheckedGrammar, CheckerUnavailable, GrammarChecker
 from router.gateway.grammar_fields import AskedGrammar, Notation
 
 T = TypeVar("T")
@@ -131,3 +133,65 @@ def test_too_many_at_once_are_put_off() -> None:
         assert sum(isinstance(answer, CheckedGrammar) for answer in answers) == number - 5
 
     with_checker(scene)
+
+
+# -- a checker that is lost for reasons of its machine -------------------------------------------------------------------
+
+STALLS = """
+import time
+from router.gateway import grammar_check as module
+check = module.check
+module.check = lambda request: (time.sleep(1.0), check(request))[1]
+module.main()
+"""
+DIES_ONCE = """
+import os, pathlib, signal, sys
+from router.gateway.grammar_check import main
+mark = pathlib.Path(sys.argv[1])
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_a_stall_of_the_machine_refuses_no_grammar() -> None:
+    async def scene() -> None:
+        checker = GrammarChecker(LIMIT_S, command=(sys.executable, "-c", STALLS))
+        assert (await checker.check(asked(Notation.REGEX, "a"))).spec.text == "a"
+        assert checker.num_lost == 0
+        await checker.close()
+
+    asyncio.run(scene())
+
+
+def test_a_checker_that_was_killed_is_replaced_and_asked_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        checker = GrammarChecker(LIMIT_S, command=(sys.executable, "-c", DIES_ONCE, str(tmp_path / "mark")))
+        assert (await checker.check(asked(Notation.REGEX, "a"))).spec.text == "a"
+        assert checker.num_lost == 1
+        await checker.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("/nonexistent/python",), id="cannot be started"),
+        pytest.param((sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), id="killed"),
+        pytest.param((sys.executable, "-c", "import time; time.sleep(60)"), id="says nothing"),
+        pytest.param((sys.executable, "-c", "import os; os.write(1, bytes([1, 0, 0, 0, 193])); input()"), id="says nonsense"),
+    ],
+)
+def test_no_checker_is_no_fault_of_the_grammar(command: tuple[str, ...]) -> None:
+    async def scene() -> None:
+        checker = GrammarChecker(LIMIT_S, wall_s=0.5, command=command)
+        for number in (2, 4):  # asked again, nothing is remembered
+            with pytest.raises(CheckerUnavailable) as caught:
+                await checker.check(asked(Notation.REGEX, "a"))
+            assert caught.value.http_status == 503
+            assert checker.num_lost == number
+        await checker.close()
+
+    asyncio.run(scene())
