@@ -15,13 +15,13 @@ Ids = NDArray[np.int64]
 def candidates(scores: Scores, *, top_k: int, top_p: float, min_p: float) -> Ids:
     """Ids that may be drawn, ascending, from logits over temperature [V]; -inf never is. The most probable token always stays.
 
-    Where nothing may be drawn, all being -inf, it is the first token alone.
+    Where nothing may be drawn, all being -inf, or where the largest is beyond all numbers, it is the first of the largest alone.
 
     min_p keeps p >= min_p x the largest p. top_k keeps the k largest, ties to the smaller id. top_p keeps the shortest prefix of the
     rest, by falling probability (ties: smaller id first), whose mass reaches top_p.
     """
     best = scores.max()
-    if best == -np.inf:
+    if not math.isfinite(best):
         return np.array([scores.argmax()], dtype=np.int64)
     floor = best + math.log(min_p) if min_p > 0.0 else -np.inf
     if 0 < top_k < len(scores):

@@ -42,3 +42,10 @@ def test_the_ends_of_the_ranges_are_taken() -> None:
                                      {"top_k": 0, "top_p": 1.0, "min_p": 0.0}])  # fmt: skip
 def test_where_nothing_may_be_drawn_the_largest_is(filters: Any) -> None:
     assert candidates(np.full(8, -np.inf), **filters).tolist() == [0]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 0, "top_p": 0.9, "min_p": 0.0}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}])
+def test_scores_beyond_all_numbers_are_the_only_ones_left(filters: Any) -> None:
+    """A repetition penalty of 1e-308 makes them."""
+    scores = np.array([1.0, np.inf, 2.0, np.inf, -np.inf])
+    assert candidates(scores, **filters).tolist() == [1]
