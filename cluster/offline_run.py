@@ -24,14 +24,22 @@ from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.weight_memory import expected_weight_bytes
 from kv_transfer.errors import ConfigError, InvalidRequest, UnsupportedParameter
 from kv_transfer.messages import FinishReason, GrammarSpec, SamplingParameters
-from router.gateway.answer import Answer, TextDelta
+from router.gateway.answer import Answer, TextDelta, make_answer
 from router.gateway.chat_messages import plain_messages, template_variables
 from router.gateway.chat_template import END_OF_THINKING, START_OF_THINKING, ChatEncoder, ChatTemplate, read_pinned_template
 from router.gateway.grammar_check import check
 from router.gateway.grammar_fields import find_grammar
 from router.gateway.grammar_frames import CheckRequest
 from router.gateway.reasoning import find_think_end
-from router.gateway.sampling import ServedModel, check_context, describe_model, make_sampling
+from router.gateway.sampling import (
+    ServedModel,
+    check_can_end,
+    check_context,
+    describe_model,
+    ends_at_roles,
+    make_sampling,
+    tokenise_bad_words,
+)
 from router.gateway.schema import ChatRequest, CompletionRequest, GenerationFields, parse_prompts, parse_request
 from router.gateway.tokenizer import TextTokenizer
 
@@ -166,8 +174,11 @@ class OfflineRun:
         max_tokens = min(room, DEFAULT_MAX_TOKENS) if asked is None else asked
         if max_tokens < 1:
             raise InvalidRequest("asks for no tokens; max_tokens must be at least 1")
-        sampling = msgspec.structs.replace(make_sampling(request, self._model, max_tokens), grammar=_read_grammar(request, think_end_id))
-        text = Answer(self._tokenizer, stops=request.stop_strings, end_ids=frozenset(sampling.stop_token_ids), think_end_id=think_end_id)
+        bad_words = tokenise_bad_words(request.bad_words or (), self._tokenizer)
+        sampling = make_sampling(request, self._model, max_tokens, bad_words=bad_words)
+        sampling = msgspec.structs.replace(sampling, grammar=_read_grammar(request, think_end_id))
+        has_roles = isinstance(request, ChatRequest) and ends_at_roles(request)
+        text = make_answer(self._tokenizer, sampling, stops=request.stop_strings, think_end_id=think_end_id, has_roles=has_roles)
         return OfflineAnswer(place, tokens, sampling, text)
 
     def load(self, on_progress: Callable[[int, int], None] | None = None) -> GlmRuntime:
@@ -180,6 +191,7 @@ def _read_grammar(request: GenerationFields, think_end_id: int | None) -> Gramma
     asked = find_grammar(request)
     if asked is None:
         return None
+    check_can_end(request, asked.param)
     reply = check(CheckRequest(asked.notation.value, asked.text, asked.is_lenient, limit_s=math.inf))
     if reply.spec is None:
         raise InvalidRequest(f"{asked.param} cannot be used: {' '.join(reply.error.split())}", param=asked.param)

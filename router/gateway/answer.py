@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.messages import FinishReason, TokenLogprobs
+from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
 from router.gateway.detokeniser import Detokeniser
 from router.gateway.stop_strings import StopStrings
 from router.gateway.tokenizer import TextTokenizer
@@ -177,6 +177,27 @@ class Answer:
         if self.is_stopped:
             return FinishReason.STOP.value
         return TOOL_CALLS if finish is FinishReason.STOP and self._parser.num_calls else finish.value
+
+
+def make_answer(
+    tokenizer: TextTokenizer,
+    sampling: SamplingParameters,
+    *,
+    stops: Sequence[str],
+    think_end_id: int | None,
+    calls: CallFormat | None = None,
+    has_roles: bool = False,
+) -> Answer:
+    """The text side of a choice whose tokens are drawn with `sampling`."""
+    return Answer(
+        tokenizer,
+        stops=stops,
+        end_ids=frozenset(sampling.stop_token_ids),
+        think_end_id=think_end_id,
+        min_tokens=sampling.min_tokens,
+        calls=calls,
+        has_roles=has_roles,
+    )
 
 
 class _Growing:

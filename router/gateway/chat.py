@@ -20,7 +20,7 @@ from router.gateway.generation import Generation
 from router.gateway.grammar_fields import find_grammar
 from router.gateway.logprobs import chat_logprobs, prompt_logprobs
 from router.gateway.reasoning import find_think_end
-from router.gateway.sampling import check_context
+from router.gateway.sampling import check_context, ends_at_roles
 from router.gateway.schema import ChatRequest, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
 from router.gateway.tool_grammar import find_tool_grammar, name_tool
@@ -64,8 +64,7 @@ class ChatEndpoint(GeneratingEndpoint):
         response_id = new_response_id("chatcmpl")
         legs = self.make_legs(request, response_id, tokens, sampling)
         calls = use.call_format()
-        has_roles = not request.ignore_eos and not request.min_tokens  # as for end tokens, which workers then hold back
-        answers = [self.make_answer(request, leg.sampling, think_end_id, calls=calls, has_roles=has_roles) for leg in legs]
+        answers = [self.make_answer(request, leg.sampling, think_end_id, calls=calls, has_roles=ends_at_roles(request)) for leg in legs]
         generation = Generation(parts.relay, legs, answers, num_choices=request.num_choices)
         return request, generation, ChatWriter(parts, request, response_id, tokens)
 

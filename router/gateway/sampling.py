@@ -151,6 +151,17 @@ def tokenise_bad_words(words: Sequence[str], tokenizer: TextTokenizer) -> list[l
     return [list(ids) for ids in found if ids]
 
 
+def check_can_end(request: GenerationFields, constraint: str) -> None:
+    """Raise InvalidRequest for a constrained answer that no end token may end. constraint: the field that asks for it."""
+    if request.ignore_eos:
+        raise InvalidRequest(f"an answer under {constraint} is complete at an end token; leave out ignore_eos", param="ignore_eos")
+
+
+def ends_at_roles(request: GenerationFields) -> bool:
+    """Whether a role token ends a chat's answer: where end tokens do, which workers otherwise hold back."""
+    return not request.ignore_eos and not request.min_tokens
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of one of several answers to a prompt: the first has the request's own, so asking for more does not change it."""
     if choice == 0:

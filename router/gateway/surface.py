@@ -22,7 +22,7 @@ from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import LogprobsMode, SamplingParameters
 from router.config import GatewayConfig
 from router.gateway import sse
-from router.gateway.answer import Answer, CallFormat, TextDelta
+from router.gateway.answer import Answer, CallFormat, TextDelta, make_answer
 from router.gateway.chat_template import ChatEncoder
 from router.gateway.errors import error_body
 from router.gateway.exchange import ClientGone, Exchange
@@ -31,7 +31,15 @@ from router.gateway.grammar_checker import GrammarChecker
 from router.gateway.grammar_fields import AskedGrammar
 from router.gateway.logprobs import TokenTexts
 from router.gateway.metrics import GatewayMetrics
-from router.gateway.sampling import ServedModel, check_prompt_bytes, check_prompt_logprobs, choice_seed, make_sampling, tokenise_bad_words
+from router.gateway.sampling import (
+    ServedModel,
+    check_can_end,
+    check_prompt_bytes,
+    check_prompt_logprobs,
+    choice_seed,
+    make_sampling,
+    tokenise_bad_words,
+)
 from router.gateway.schema import GenerationFields, find_ignored_fields
 from router.gateway.tokenizer import TextTokenizer
 from router.relay import Relay
@@ -214,14 +222,8 @@ class GeneratingEndpoint(ABC):
         has_roles: bool = False,
     ) -> Answer:
         """The text side of one choice."""
-        return Answer(
-            self.parts.tokenizer,
-            stops=request.stop_strings,
-            end_ids=frozenset(sampling.stop_token_ids),
-            think_end_id=think_end_id,
-            min_tokens=sampling.min_tokens,
-            calls=calls,
-            has_roles=has_roles,
+        return make_answer(
+            self.parts.tokenizer, sampling, stops=request.stop_strings, think_end_id=think_end_id, calls=calls, has_roles=has_roles
         )
 
     def check_choices(self, num_prompts: int, request: GenerationFields) -> None:
@@ -236,8 +238,7 @@ class GeneratingEndpoint(ABC):
         """What the answer must look like. Raises InvalidRequest that names the field; what is not enforced is named in a header."""
         if asked is None:
             return None
-        if request.ignore_eos:
-            raise InvalidRequest(f"an answer under {asked.param} is complete at an end token; leave out ignore_eos", param="ignore_eos")
+        check_can_end(request, asked.param)
         checked = await self.parts.grammar_checker.check(asked)
         if checked.warnings:
             text = UNPRINTABLE.sub("?", f"{checked.param}: {'; '.join(checked.warnings)}")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.offline_prompts import GivenPrompt
@@ -61,6 +62,7 @@ def test_without_a_limit_an_answer_is_short_and_fits(run: OfflineRun) -> None:
         ({"prompt": "x", "n": 2}, {}, "n with this value is not supported"),
         ({"prompt": "x", "logprobs": True}, {}, "logprobs with this value is not supported"),
         ({"prompt": "x", "guided_regex": "(a"}, {}, "guided_regex cannot be used"),
+        ({"prompt": "x", "guided_regex": "a", "ignore_eos": True}, {}, "leave out ignore_eos"),
         ({"prompt": ["a", "b"]}, {"is_raw": True}, "a line of its own"),
         ({"prompt": [1, 99999]}, {}, "token id outside 0..2559"),
         ({"prompt": [1] * 9000}, {}, "context is 8192"),
@@ -119,6 +121,26 @@ def test_a_stop_string_ends_generation(run: OfflineRun, runtime: GlmRuntime) -> 
     assert stopped.text.finish_reason == "stop"
     assert statistics.num_output_tokens < len(free.tokens)
     assert statistics.decode_tokens_per_s is not None
+
+
+def test_words_and_lengths_are_kept_to_as_the_gateway_keeps_them(run: OfflineRun, runtime: GlmRuntime) -> None:
+    free = prepare(run, {"prompt": "The"}, is_raw=True)
+    answer_all(runtime, [free], load_s=0.0, batch_size=1)
+    word = free.content.split()[0]
+    without = prepare(run, {"prompt": "The", "bad_words": [word]}, is_raw=True)
+    longer = prepare(run, {"prompt": "The", "stop": word, "min_tokens": 12}, is_raw=True)
+    answer_all(runtime, [without, longer], load_s=0.0, batch_size=2)
+    assert without.sampling.bad_words
+    assert without.content.split()[0] != word
+    assert len(longer.tokens) == 12, "no stop string before min_tokens"
+
+
+def test_a_role_ends_a_chat_where_the_gateway_ends_it(run: OfflineRun) -> None:
+    (role,) = run._tokenizer.encode_raw("<|observation|>")
+    for asked, reason in (({}, "stop"), ({"ignore_eos": True}, None)):
+        answer = prepare(run, {"prompt": "x", **asked})
+        answer.sampling = msgspec.structs.replace(answer.sampling, stop_token_ids=())
+        assert answer.take(role).finish_reason == reason
 
 
 def test_what_the_cache_cannot_hold_is_refused(run: OfflineRun, runtime: GlmRuntime) -> None:
