@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -101,16 +102,18 @@ def test_the_whole_sampler_equals_one_process(cluster: RunningCluster, reference
 
 
 def test_log_probabilities_of_an_answer_and_of_its_prompt(client: openai.OpenAI) -> None:
-    request = {"model": "glm", "prompt": "The days of the week are", "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    whole = client.completions.create(**request)  # type: ignore[call-overload]
-    told = whole.choices[0].logprobs
+    url = str(client.base_url).removesuffix("v1/")
+    prompt = httpx.post(f"{url}tokenize", json={"prompt": "The days of the week are"}, timeout=20).json()["tokens"]
+    request = {"model": "glm", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**request, extra_body={"return_token_ids": True})  # type: ignore[call-overload]
+    told, drawn = whole.choices[0].logprobs, whole.choices[0].token_ids
     assert [max(top, key=top.get) for top in told.top_logprobs] == told.tokens, "greedy takes the most probable"
-    text = request["prompt"] + whole.choices[0].text  # type: ignore[operator]
-    scored = client.completions.create(**{**request, "prompt": text, "max_tokens": 0}, echo=True)  # type: ignore[call-overload]
+    scored = client.completions.create(**{**request, "prompt": [*prompt, *drawn], "max_tokens": 0}, echo=True)  # type: ignore[call-overload]
     read = scored.choices[0].logprobs
-    assert scored.choices[0].text == text
-    if read.tokens[-len(told.tokens) :] == told.tokens:  # the text may be cut into other tokens than it was made of
-        assert read.token_logprobs[-len(told.tokens) :] == told.token_logprobs
+    assert scored.choices[0].text.startswith("The days of the week are" + whole.choices[0].text)
+    assert len(read.tokens) == len(prompt) + len(drawn)
+    assert read.tokens[len(prompt) :] == told.tokens
+    assert read.token_logprobs[len(prompt) :] == told.token_logprobs
     assert read.token_logprobs[0] is None
     assert all(value <= 0 for value in read.token_logprobs[1:])
 
