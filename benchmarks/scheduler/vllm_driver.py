@@ -143,4 +143,4 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))
     from benchmarks.engine.command_loop import serve
 
-    serve(SchedulerSteps, lambda engine, _command, numbers: engine.steps(numbers[0], bool(numbers[1]), numbers[2]))  # type: ignore[attr-defined]
+    serve(SchedulerSteps, lambda engine, _command, numbers: engine.steps(numbers[0], bool(numbers[1]), numbers[2]))  # type: ignore[arg-type, attr-defined]
