@@ -19,7 +19,7 @@ from router.request_flow import GenerationRequest
 class Choice:
     """One answer on its way. output is None until it is submitted, and where no token is wanted.
 
-    waiting: the request, while it waits for the first choice of its prompt to have a token. leads: whether it is that first choice.
+    waiting: the request, while it waits for the first choice of its prompt. leads: whether it is that first choice. num_tokens: taken.
     """
 
     request_id: RequestId
@@ -28,6 +28,7 @@ class Choice:
     output: Output | None
     waiting: GenerationRequest | None
     leads: bool
+    num_tokens: int = 0
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -43,8 +44,9 @@ class Choice:
 class Generation:
     """All choices of one HTTP request. Submits on creation; raises Overloaded when they may not enter.
 
-    num_choices: answers per prompt; those of one prompt are adjacent. The first of them is submitted at once, the others when it has a
-    token: by then the prompt's full blocks are in the caches of the workers, so the prompt is computed and moved once, not n times.
+    num_choices: answers per prompt; those of one prompt are adjacent. The first of them is submitted at once, the others when it has
+    ended or has its second token, which decode has drawn (the first comes from prefill and may be ahead of the blocks): by then the
+    prompt's full blocks are in the caches of both workers, so the prompt is computed and moved once, not n times.
     A prompt shorter than a block has nothing to share, and nobody waits, unless it is scored: its scores are told with each answer, and
     come with the first.
     """
@@ -129,7 +131,8 @@ class Generation:
             tokens = output.take()
             if tokens or output.finish is not None:
                 taken.append((index, self._feed(choice, output, tokens)))
-                if choice.leads and self._num_choices > 1:
+                choice.num_tokens += len(tokens)
+                if choice.leads and self._num_choices > 1 and (choice.num_tokens > 1 or not choice.is_open or output.finish is not None):
                     self._submit_waiting(index)
             elif output.error is not None:
                 failed = output.error

@@ -51,6 +51,7 @@ class Served:
             metrics=GatewayMetrics(),
         )
         self.sent: list[AsgiMessage] = []
+        self.num_said: dict[int, int] = {}
         self.gone = asyncio.Event()
 
     async def post(self, body: dict[str, Any], endpoint: Endpoint = CompletionEndpoint) -> None:
@@ -82,7 +83,9 @@ class Served:
         self.scene.relay.on_message(DECODE, SinkReady(opened.transfer, 0, 1))
         own = tuple(TokenLogprobs(-0.5, 1, ()) for _ in tokens) if opened.sampling.logprobs >= 0 else ()
         prompt = tuple(TokenLogprobs(-1.5, 1, ()) for _ in range(opened.num_prompt_tokens - 1)) if has_scores else ()
-        delta = TokenDelta(opened.transfer, opened.first_index, tokens, finish, logprobs=own, prompt_logprobs=prompt)
+        first_index = opened.first_index + self.num_said.get(number, 0)
+        self.num_said[number] = self.num_said.get(number, 0) + len(tokens)
+        delta = TokenDelta(opened.transfer, first_index, tokens, finish, logprobs=own, prompt_logprobs=prompt)
         self.scene.relay.on_message(DECODE, Tokens((delta,)))
 
     async def opened_are(self, number: int) -> None:
@@ -214,9 +217,12 @@ def test_a_prompt_is_packed_and_hashed_once_however_many_answers_it_gets(tokeniz
     monkeypatch.setattr(surface, "pack_tokens", pack)
 
     async def scene(served: Served) -> None:
-        asked = asyncio.create_task(served.post({"prompt": [65] * 200, "max_tokens": 2, "n": 3}))
+        asked = asyncio.create_task(served.post({"prompt": [65] * 200, "max_tokens": 3, "n": 3}))
         await served.opened_are(1)
-        served.say(0, (67,))
+        served.say(0, (67,))  # prefill's: the prompt's last blocks may still be under way
+        await asyncio.sleep(0.05)
+        assert len(served.opened) == 1
+        served.say(0, (68,))
         await served.opened_are(3)
         assert len({message.tokens for message in served.opened}) == 1
         asked.cancel()
