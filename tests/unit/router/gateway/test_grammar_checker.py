@@ -102,8 +102,10 @@ def test_a_grammar_that_takes_for_ever_ends_its_checker_alone() -> None:
         bad, good = await asyncio.gather(reason(checker, endless), checker.check(asked(Notation.REGEX, "a")))
         assert "takes longer than 0.5 s" in bad
         assert good.spec.text == "a"
+        num_lost = checker.num_lost  # one, or two where a busy machine stalled the first
+        assert num_lost in (1, 2)
         assert await reason(checker, endless) == bad
-        assert checker.num_lost == 1, "what has ended a checker once is not tried again"
+        assert checker.num_lost == num_lost, "what has used its time up is not tried again"
         assert time.monotonic() - started_s < 10
 
     with_checker(scene)
