@@ -84,7 +84,7 @@ def test_several_answers_move_their_prompt_once(cluster: RunningCluster, client:
         time.sleep(1.2)  # a worker's row is up to a second old
         return int(cluster.worker("decode-0")["bytes_read"] - before)
 
-    # Ten blocks once, and the last one for each further answer; more where the cluster's full cache gives the prompt's blocks to others.
+    # Ten blocks once and the last one for each further answer: 12. A long run of tests has shown 20, for a reason not found yet.
     one, three = moved_bytes(9310, 1), moved_bytes(9311, 3)
     assert 0 < one <= three < 3 * one, "the prompt is not moved for every answer"
 
