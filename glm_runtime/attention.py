@@ -27,7 +27,7 @@ from glm_runtime.ops.sparse_mla import sparse_mla
 from glm_runtime.packed_matrix import Operand, pack, plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.rope import rotate_interleaved
-from glm_runtime.step_batch import RowSpan, StepBatch
+from glm_runtime.step_batch import RowSpan, StepBatch, exchange_keys
 from glm_runtime.weights import AttentionWeights
 
 ABSORBED_MAX_BYTES = 16 << 20
@@ -76,12 +76,14 @@ class Attention:
         norms = LatentNorms(self.weights.q_norm, self.weights.kv_norm, self.config.rms_norm_eps)
         if selection is not None:
             query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, impl=self.numerics.impl)  # [T, Q]
+            exchange_keys(batch, [mla])
         else:
             assert self.indexer is not None, "the leader of a group runs before its followers"
             index_region = cache.region(self.index_component, self.layer)
             raw_keys, head_weights = self.indexer.project(hidden)
             index_keys = self.indexer.keys(raw_keys, index_region)
             query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, index=index_keys, impl=self.numerics.impl)
+            exchange_keys(batch, [mla, index_region])
             lists = self.group.open(hidden.shape[0], self.indexer.list_width(batch))
             self.indexer.select(query_latent, head_weights, rope, batch, index_region, lists)
             if forced_lists is not None:
