@@ -69,6 +69,7 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[cluster]\ntick_s = inf", "cluster.tick_s: is inf; a finite number is needed"),
         ("[cluster]\nnum_prefill_workers = 0", "cluster.num_prefill_workers: is 0; it must be above 0"),
         ("[gateway]\nsecret_file = 'x'", "gateway.secret_file: is filled in when the cluster starts; remove it"),
+        ("[runtime.parallel]\ntp_size = 2", "runtime.parallel: is filled in when the cluster starts; remove it"),
         ("[runtime]\ncheckpoint = 'nowhere'", "runtime.checkpoint: there is no directory"),
     ],
 )
