@@ -92,6 +92,11 @@ class ExpertPlacement:
         return ranks[chosen, turn], slots[chosen, turn]
 
 
+def part_of(num_rows: int, size: int, rank: int) -> slice:
+    """Rank `rank`'s part of rows that all ranks have; parts are neighbours and differ by one row at most."""
+    return slice(num_rows * rank // size, num_rows * (rank + 1) // size)
+
+
 def dispatch_experts(
     rows: Tensor, chosen: Tensor, gates: Tensor, placement: ExpertPlacement, group: Collectives, run: LocalExperts
 ) -> Tensor:
