@@ -90,7 +90,7 @@ class Attention:
                 lists.copy_(torch.where(forced_lists[:, :1] >= 0, forced_lists, lists))
             selection = self.group.convert(lists, batch, mla, self.numerics.impl)
         selection.check(self.layer, batch, mla)
-        heads = gemm.linear(query_latent, self.weights.q_b).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
+        heads = gemm.linear(query_latent, self.weights.q_b).view(hidden.shape[0], -1, self.config.qk_head_dim)
         attended = self._attend(heads, rope, batch, mla, selection)  # [T, H, V]
         return gemm.linear(attended.flatten(1), self.weights.output), selection
 
@@ -119,7 +119,8 @@ class Attention:
         """Whether a prefill chunk attends in expanded form: in fast mode, where it is less work and its memory is bounded."""
         if self.numerics.is_deterministic or span.num_rows == 1:
             return False
-        rebuilt_numbers = span.end * self.config.num_attention_heads * (self.config.qk_nope_head_dim + self.config.v_head_dim)
+        num_heads = self.weights.value_up.shape[0]
+        rebuilt_numbers = span.end * num_heads * (self.config.qk_nope_head_dim + self.config.v_head_dim)
         return rebuilt_numbers * self.numerics.dtype.itemsize <= EXPANDED_MAX_BYTES and is_expanding_cheaper(self.config, span)
 
     def absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:

@@ -51,6 +51,23 @@ class ExpertPlacement:
         """Ranks that have experts."""
         return len(self.slots)
 
+    def here(self, chosen: Tensor, rank: int) -> Tensor:
+        """Slots on `rank`, or ABSENT, of the experts [T, k] of rows that all ranks have: each is taken on one of them. [T, k] int64."""
+        if self._slots_by_expert is not None:
+            return self._slots_by_expert[rank][chosen]
+        ranks, slots = self.choose(chosen.numpy(), 0)
+        return torch.from_numpy(np.where(ranks == rank, slots, ABSENT))
+
+    @cached_property
+    def _slots_by_expert(self) -> Tensor | None:
+        """[ranks, experts] slots or ABSENT, where every expert is once; else a row's turn decides."""
+        if (self.copies > 1).any():
+            return None
+        table = torch.full((self.num_ranks, self.num_experts), ABSENT, dtype=torch.int64)
+        for rank, experts in enumerate(self.slots):
+            table[rank, torch.tensor(experts)] = torch.arange(len(experts))
+        return table
+
     @cached_property
     def copies(self) -> NDArray[np.int64]:
         """[experts]: on how many ranks each is."""
