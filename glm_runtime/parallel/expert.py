@@ -137,12 +137,22 @@ class _Parcels:
     def unpack(cls, parcels: Tensor, like: Tensor, num_chosen: int) -> "_Parcels":
         """parcels: as `_pack` made them on ranks whose rows are `like` this rank's."""
         widths = [like.shape[1] * like.element_size(), 4 * num_chosen, 4 * num_chosen]
-        rows, slots, gates = (part.contiguous() for part in parcels.split(widths, dim=1))
-        return cls(rows.view(like.dtype), slots.view(torch.int32).long(), gates.view(torch.float32))
+        rows, slots, gates = parcels.split(widths, dim=1)
+        return cls(_typed(rows, like.dtype), _typed(slots, torch.int32).long(), _typed(gates, torch.float32))
 
 
 def _flat(part: Tensor) -> Tensor:
+    """[N, W] as bytes. torch does not reinterpret a tensor without rows."""
+    if not part.shape[0]:
+        return torch.empty(0, part.shape[1] * part.element_size(), dtype=torch.uint8)
     return part.contiguous().view(torch.uint8)
+
+
+def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inverse of `_flat`."""
+    if not part.shape[0]:
+        return torch.empty(0, part.shape[1] // dtype.itemsize, dtype=dtype)
+    return part.contiguous().view(dtype)
 
 
 def find_placement(load: Sequence[float], num_ranks: int, num_slots: int) -> ExpertPlacement:
