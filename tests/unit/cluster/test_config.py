@@ -194,6 +194,7 @@ def test_memory_counts_every_worker(model: GlmConfig) -> None:
 def _numbers_without_unit(part: object, path: str) -> Iterator[str]:
     units = ("_s", "_ms", "_us", "_bytes", "_tokens", "_blocks", "_characters", "_share")
     counts = ("num_", "max_", "min_", "control_rpc_tries", "recent_requests", "prefix_index_keys", "port", "directory_port")
+    counts += ("tp_size", "pcp_size", "dcp_size", "dp_size")  # ranks, by the field's names for them
     for item in dataclasses.fields(part):  # type: ignore[arg-type]
         value = getattr(part, item.name)
         if dataclasses.is_dataclass(value):
