@@ -18,6 +18,7 @@ from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.lock_step import LockStep
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.vocabulary import Scores
 from glm_runtime.weights import MtpWeights
@@ -49,6 +50,10 @@ class MtpLayer:
         own, selection = self._forward(share.take(hidden), share.batch, cache, None)
         return share.whole(own), selection
 
+    def join(self) -> None:
+        """Take part in a `forward` of the replica's other workers, where this one has no rows."""
+        self.layer.join()
+
     def whole_selection(self, selection: Selection, batch: StepBatch, cache: PagedCache) -> Selection:
         """What step 0 over `batch` has chosen for all of its rows; `selection`: for those of this rank."""
         share = self.target.share(batch, cache)
@@ -72,27 +77,46 @@ class MtpLayer:
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
         return target.final_norm(residual, owed, self.weights.final_norm), selection
 
-    def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess, cache: PagedCache) -> int:
-        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
+    def draft(
+        self,
+        recycled: Tensor,
+        batch: StepBatch,
+        selection: Selection,
+        rows: Tensor,
+        guess: Guess,
+        cache: PagedCache,
+        lock_step: LockStep,
+    ) -> int:
+        """Let `guess` draft from step 0, and from further steps until nobody wants more. Returns how many draft steps there were.
 
-        recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
+        recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts. lock_step: of this rank
+        with those whose drafts it does not know; the steps that only they want, it joins.
         The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
         step 0 overwrites it.
         """
         hidden = recycled.index_select(0, rows)
         drafts = guess(self.target.scores(hidden))
         if drafts is None:
-            return 1
+            return 1 + self.join_drafts(lock_step)
         region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
         step = _one_row_each(batch, rows)
         chosen = self.layer.attention.group.compact(selection.lists, rows, step, region, self.target.numerics.impl)
         first, last = step.positions, self.target.rope.cos.shape[0] - 1
         num_steps = 1
         while drafts is not None:
+            lock_step.goes_on(True)
             # A draft beyond the longest sequence is never verified; it only must have a position.
             positions = (first + num_steps).clamp_max(last)
             hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts, positions=positions), cache, chosen)
             drafts = guess(self.target.scores(hidden))
+            num_steps += 1
+        return num_steps + self.join_drafts(lock_step)
+
+    def join_drafts(self, lock_step: LockStep) -> int:
+        """Join further draft steps of other workers until nobody wants one. Returns how many there were."""
+        num_steps = 0
+        while lock_step.goes_on(False):
+            self.join()
             num_steps += 1
         return num_steps
 

@@ -120,9 +120,7 @@ def generate(
         _check_fits(runtime, sequence)
     _start_grammars(runtime, sequences)
     needs = sorted((sequence.num_blocks(block_size_tokens) for sequence in sequences), reverse=True)
-    if not needs:
-        return []
-    num_blocks = min(runtime.num_blocks, sum(needs[:max_batch_sequences]))
+    num_blocks = max(1, min(runtime.num_blocks, sum(needs[:max_batch_sequences])))
     runner = runtime.attach(PoolMemory(num_blocks, runtime.layout.block_bytes))
     free = [BlockId(block) for block in reversed(range(num_blocks))]
     num_drafts = runtime.max_drafts if max_drafts is None else min(max_drafts, runtime.max_drafts)
@@ -145,7 +143,14 @@ def generate(
                 free += sequence.block_table
         running = [sequence for sequence in running if not sequence.is_finished]
         step_number += 1
+    run_empty_steps(runner)
     return [sequence.output for sequence in sequences]
+
+
+def run_empty_steps(runner: ModelRunner) -> None:
+    """Have nothing more to compute, and serve the other workers of the replica until that is so for all of them."""
+    while not runner.run(StepPlan(step_number=0, slices=())).is_idle:
+        pass
 
 
 def _start_grammars(runtime: GlmRuntime, sequences: Sequence[_Sequence]) -> None:
