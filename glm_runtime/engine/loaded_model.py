@@ -95,8 +95,7 @@ def load_rank(runtime_config: RuntimeConfig, context: ParallelContext, incarnati
 
     Raises ConfigError as `GlmRuntime.load` does.
     """
-    del context
-    runtime = GlmRuntime.load(runtime_config, LoggedLoading().report)
+    runtime = GlmRuntime.load(runtime_config, LoggedLoading().report, context)
     memory = PoolMemory(runtime.num_blocks, runtime.layout.block_bytes)
     memory.write_probe(incarnation)
     return LoadedRank(runtime=runtime, memory=memory, runner=runtime.attach(memory))

@@ -286,9 +286,7 @@ class WorkerShell:
         layout = self._runtime_config.parallel
         if layout.num_ranks == 1:
             return None
-        group = RankGroupConfig(
-            layout=layout, step_timeout_s=self._timing.step_timeout_s, start_timeout_s=self._timing.start_timeout_s
-        )
+        group = RankGroupConfig(layout=layout, step_timeout_s=self._timing.step_timeout_s, start_timeout_s=self._timing.start_timeout_s)
         identity = self._identity
         return GroupLead(identity.secret, self.me, identity.host, group, self._network.wire, self._rank_lost)
 

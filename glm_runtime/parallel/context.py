@@ -27,6 +27,11 @@ class ParallelContext:
         return self.groups[GroupKind.WORLD]
 
     @property
+    def worker(self) -> Collectives:
+        """The ranks of one worker id, which run one scheduler's plans."""
+        return self.groups[GroupKind.WORKER]
+
+    @property
     def tensor(self) -> Collectives:
         """Ranks that share the same rows' work."""
         return self.groups[GroupKind.TENSOR]

@@ -20,10 +20,11 @@ class GroupKind(Enum):
     """Ranks that meet for one purpose.
 
     TENSOR: parts of the same rows' work. DECODE_CONTEXT: every dcp_size-th block each. PREFILL_CONTEXT: parts of the same prompts' rows.
-    DATA: the same part of other workers. WORLD: all ranks of the replica.
+    WORKER: all ranks of one worker id. DATA: the same part of other workers. WORLD: all ranks of the replica.
     """
 
     WORLD = "world"
+    WORKER = "worker"
     TENSOR = "tensor"
     DECODE_CONTEXT = "decode_context"
     PREFILL_CONTEXT = "prefill_context"
@@ -103,6 +104,8 @@ def _meet(kind: GroupKind, own: RankPlace, other: RankPlace, dcp_size: int) -> b
     match kind:
         case GroupKind.WORLD:
             return True
+        case GroupKind.WORKER:
+            return is_worker
         case GroupKind.TENSOR:
             return is_worker and is_row
         case GroupKind.DECODE_CONTEXT:

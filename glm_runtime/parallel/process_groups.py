@@ -72,6 +72,11 @@ def join_store(host: str, port: int, num_ranks: int, timeout_s: float) -> Store:
     return distributed.TCPStore(host, port, num_ranks, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
+def within(store: Store, prefix: str) -> Store:
+    """The same meeting place for what else `prefix` names: several replicas may share one."""
+    return distributed.PrefixStore(prefix, store)
+
+
 def make_context(
     layout: ParallelLayout, rank: int, store: Store | None, timeout_s: float, backend: Backend = "gloo", *, host: str = "127.0.0.1"
 ) -> ParallelContext:
@@ -93,7 +98,7 @@ def make_context(
 
 
 def _make_exchange(members: tuple[int, ...], own: int, store: Store, timeout_s: float, backend: Backend, host: str) -> Exchange:
-    prefixed = distributed.PrefixStore("ranks " + ",".join(map(str, members)), store)
+    prefixed = within(store, "ranks " + ",".join(map(str, members)))
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         options = distributed.ProcessGroupGloo._Options()
