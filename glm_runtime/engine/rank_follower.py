@@ -14,7 +14,7 @@ from typing import Literal
 from glm_runtime.engine.group_messages import Beat, Begin, Failed, GroupMessage, Join, Loaded, Refused, Step, Stop, Welcome, decode, encode
 from glm_runtime.engine.loaded_model import load_rank, rank_terms
 from glm_runtime.engine.plan_codec import PlanDecoder
-from glm_runtime.engine.rank_group import RankGroupConfig, rank_name
+from glm_runtime.engine.rank_group import RankGroupConfig
 from glm_runtime.engine.step_runner import StepRunner
 from glm_runtime.engine.worker_config import WorkerIdentity
 from glm_runtime.parallel.context import ParallelContext
@@ -22,7 +22,7 @@ from glm_runtime.parallel.process_groups import join_store, make_context
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import ConfigError, EngineFault, PeerLost, ProtocolMismatch, TransferTimeout, WorkerLost
-from kv_transfer.identity import new_incarnation
+from kv_transfer.identity import new_incarnation, rank_name
 from kv_transfer.link_proof import Party
 from kv_transfer.messages import PartyKind
 from kv_transfer.rank_link import RankLink, dial_rank

@@ -39,7 +39,7 @@ from glm_runtime.parallel.layout import ParallelLayout
 from glm_runtime.parallel.process_groups import make_context, serve_store
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import ConfigError, EngineFault, PeerLost, ServingError, TransferTimeout
-from kv_transfer.identity import WorkerId
+from kv_transfer.identity import rank_name
 from kv_transfer.link_proof import Party, Role
 from kv_transfer.rank_link import RankLink, RankListener
 
@@ -61,11 +61,6 @@ class RankGroupConfig:
     layout: ParallelLayout
     step_timeout_s: float
     start_timeout_s: float
-
-
-def rank_name(worker_id: WorkerId | str, rank: int) -> str:
-    """How one rank of a worker introduces itself, and what its log is called after; rank 0 is the worker."""
-    return f"{worker_id}.rank{rank}" if rank else str(worker_id)
 
 
 class RankWatch:

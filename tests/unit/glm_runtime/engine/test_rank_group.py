@@ -12,13 +12,13 @@ import torch
 
 from glm_runtime.engine.group_messages import Beat, Begin, Failed, Loaded, RankTerms, Stop, decode, encode
 from glm_runtime.engine.rank_follower import follow, join_group, wait_for_begin
-from glm_runtime.engine.rank_group import GroupLead, GroupRunner, RankGroupConfig, describe_difference, rank_name
+from glm_runtime.engine.rank_group import GroupLead, GroupRunner, RankGroupConfig, describe_difference
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.parallel.layout import ParallelLayout
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import AuthenticationFailed, ConfigError, EngineFault, PeerLost, WorkerLost
-from kv_transfer.identity import BlockId, SequenceId, new_incarnation
+from kv_transfer.identity import BlockId, SequenceId, new_incarnation, rank_name
 from kv_transfer.link_proof import Party
 from kv_transfer.messages import PartyKind, SamplingParameters
 from kv_transfer.rank_link import RankLink, dial_rank
