@@ -19,7 +19,6 @@ OF_THE_OTHER_ROLE: Mapping[Role, Mapping[str, str]] = {
 }
 
 NOT_BUILT: Mapping[str, str] = {
-    "pcp_size": "sharing a prompt's rows is not built yet",
     "dcp_size": "sharing a sequence's cache is not built yet",
     "dp_size": "data parallelism is not built yet",
 }

@@ -25,6 +25,7 @@ class RankTerms:
     max_model_len_tokens: int
     max_drafts: int
     verification: str
+    num_balance_steps: int
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -151,6 +151,7 @@ def rank_terms(runtime: GlmRuntime) -> RankTerms:
         max_model_len_tokens=runtime.max_model_len_tokens,
         max_drafts=runtime.max_drafts,
         verification=runtime.runtime_config.verification,
+        num_balance_steps=runtime.runtime_config.num_balance_steps,
     )
 
 

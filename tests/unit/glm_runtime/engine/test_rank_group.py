@@ -37,6 +37,7 @@ TERMS = RankTerms(
     max_model_len_tokens=100,
     max_drafts=0,
     verification="exact",
+    num_balance_steps=0,
 )
 
 
