@@ -280,7 +280,10 @@ def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mist
     longest = config.runtime.max_model_len_tokens
     if longest is not None and longest > model.max_position_embeddings:
         yield Mistake("runtime.max_model_len_tokens", f"is {longest}; the checkpoint was trained for {model.max_position_embeddings}")
-    yield from (Mistake(path, message) for path, message in find_layout_mistakes(config.layouts, model))
+    cuts = [Mistake(path, message) for path, message in find_layout_mistakes(config.layouts, model)]
+    if cuts:
+        yield from cuts
+        return
     resolved = resolve(config, model, num_cores=1)
     admitted = resolved.gateway.max_model_len_tokens
     if config.decode.parallel.num_ranks > 1 and config.router.local_prefill_below_tokens < admitted:

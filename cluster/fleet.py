@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,9 +161,13 @@ class WorkerFleet:
         self._observed[worker_id] = observation.begin(worker_id, self._observed.get(worker_id), time.monotonic())
         worker: RunningWorker = await self._call_ray(start_worker, specs, self._groups[worker_id])
         self._workers[worker_id] = worker
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        for number, rank in enumerate(worker.ranks):
-            rank.ended.add_done_callback(partial(call_soon, self._take_end, worker_id, worker, number))
+        for rank in range(len(worker.ranks)):
+            self._watch(worker_id, worker, rank)
+
+    def _watch(self, worker_id: WorkerId, worker: "RunningWorker", rank: int) -> None:
+        loop = asyncio.get_running_loop()
+        ended = worker.ranks[rank].ended
+        ended.add_done_callback(lambda future: loop.call_soon_threadsafe(self._take_end, worker_id, worker, rank, future))
 
     async def _stop(self, worker_id: WorkerId) -> None:
         self._observed[worker_id] = observation.ask_to_stop(self._observed[worker_id], time.monotonic())
