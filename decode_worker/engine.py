@@ -260,11 +260,7 @@ class DecodeEngine:
 
     def _cache_blocks(self, sequence: DecodeSequence) -> None:
         """Full blocks of the answer are found like those of a prompt: the next turn of a conversation begins with them."""
-        layout = self._model.layout
-        keys = sequence.keys_of_stored(layout.block_size_tokens, layout.looks_one_token_ahead)
-        for index in range(sequence.num_published_blocks, len(keys)):
-            self._model.pool.publish(sequence.block_table[index], keys[index])
-        sequence.num_published_blocks = len(keys)
+        sequence.publish_stored(self._model.pool, self._model.layout.looks_one_token_ahead)
 
 
 def _to_score(sequence: DecodeSequence, chunk: Chunk) -> list[int]:

@@ -14,6 +14,7 @@ from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.block_keys import extend_block_keys
+from kv_transfer.block_pool import BlockPool
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PeerId, SequenceId, TransferId, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
 
@@ -185,6 +186,13 @@ class DecodeSequence:
         if num_full > len(self.keys):
             self.keys = extend_block_keys(self.keys, self.tokens, self.salt, block_size_tokens, looks_one_token_ahead)
         return self.keys[:num_full]
+
+    def publish_stored(self, pool: BlockPool, looks_one_token_ahead: bool) -> None:
+        """Enter the full blocks in the cache into the prefix index, as far as their keys are known by now."""
+        keys = self.keys_of_stored(pool.block_size_tokens, looks_one_token_ahead)
+        for index in range(self.num_published_blocks, len(keys)):
+            pool.publish(self.block_table[index], keys[index])
+        self.num_published_blocks = len(keys)
 
 
 class DecodeSequences:
