@@ -102,11 +102,11 @@ def assert_layer(parts: list[LayerWeights], whole: LayerWeights, *, is_expert_pa
     assert_mlp([each.shared for each in experts], whole.mlp.shared)
     assert all(torch.equal(plain(each.router), plain(whole.mlp.router)) for each in experts)
     if is_expert_parallel:
-        assert torch.equal(joined([each.gate_up for each in experts], 0), plain(whole.mlp.gate_up))
-        assert torch.equal(joined([each.down for each in experts], 0), plain(whole.mlp.down))
+        assert torch.equal(joined([each.experts.gate_up for each in experts], 0), plain(whole.mlp.experts.gate_up))
+        assert torch.equal(joined([each.experts.down for each in experts], 0), plain(whole.mlp.experts.down))
     else:
-        assert torch.equal(gates_and_ups([each.gate_up for each in experts], 1), plain(whole.mlp.gate_up))
-        assert torch.equal(joined([each.down for each in experts], 2), plain(whole.mlp.down))
+        assert torch.equal(gates_and_ups([each.experts.gate_up for each in experts], 1), plain(whole.mlp.experts.gate_up))
+        assert torch.equal(joined([each.experts.down for each in experts], 2), plain(whole.mlp.experts.down))
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
