@@ -16,14 +16,14 @@ from torch import Tensor
 from glm_runtime.cache_layout import MTP_INDEX_K, MTP_MLA_KV
 from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
-from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
+from glm_runtime.vocabulary import Scores
 from glm_runtime.weights import MtpWeights
 
-Guess = Callable[[Tensor], Tensor | None]
-"""Drafts [R] int64 after rows of fp32 logits [R, V]; None when no further draft step is wanted."""
+Guess = Callable[[Scores], Tensor | None]
+"""Drafts [R] int64 after R rows of logits, the same on all ranks; None when no further draft step is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +39,38 @@ class MtpLayer:
 
         hidden: [T, hidden], of the rows' positions, after the norm that made it. selection: None lets the layer's own indexer choose
         and stores index keys (step 0). Returns m [T, hidden], new, and the selection.
+
+        Ranks that share rows compute their own of step 0 and have all of m in the end, but the selection of their own rows only
+        (`whole_selection`). Draft steps after it have few rows and store nothing: each rank computes all of them.
         """
-        target, eps = self.target, self.target.config.rms_norm_eps
-        impl = target.numerics.impl
-        norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, eps)
-        halves = embed_eh_norm(batch.tokens, batch.positions, hidden, target.weights.embedding, norms, impl=impl)
+        share = self.target.share(batch, cache) if selection is None else None
+        if share is None:
+            return self._forward(hidden, batch, cache, selection)
+        own, selection = self._forward(share.take(hidden), share.batch, cache, None)
+        return share.whole(own), selection
+
+    def whole_selection(self, selection: Selection, batch: StepBatch, cache: PagedCache) -> Selection:
+        """What step 0 over `batch` has chosen for all of its rows; `selection`: for those of this rank."""
+        share = self.target.share(batch, cache)
+        if share is None:
+            return selection
+        group, lists = self.layer.attention.group, share.whole(selection.lists)
+        opened = group.open(*lists.shape)
+        opened.copy_(lists)
+        return group.convert(opened, batch, cache.region(MTP_MLA_KV, self.layer.attention.layer), self.target.numerics.impl)
+
+    def _forward(self, hidden: Tensor, batch: StepBatch, cache: PagedCache, selection: Selection | None) -> tuple[Tensor, Selection]:
+        target = self.target
+        norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, target.config.rms_norm_eps)
+        tokens, embedding = batch.tokens, target.weights.embedding
+        if target.context.tensor.size > 1:
+            # Row t of the embedded tokens is token t's.
+            tokens, embedding = torch.arange(batch.tokens.shape[0]), target.embed(batch.tokens)
+        halves = embed_eh_norm(tokens, batch.positions, hidden, embedding, norms, impl=target.numerics.impl)
         x = target.numerics.gemm.linear(halves, self.weights.projection)
         rope = target.rope.at(batch.positions)
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
-        return add_rms_norm(residual, owed, self.weights.final_norm, eps, impl=impl)[1], selection
+        return target.final_norm(residual, owed, self.weights.final_norm), selection
 
     def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess, cache: PagedCache) -> int:
         """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
@@ -57,7 +80,7 @@ class MtpLayer:
         step 0 overwrites it.
         """
         hidden = recycled.index_select(0, rows)
-        drafts = guess(self.target.logits(hidden))
+        drafts = guess(self.target.scores(hidden))
         if drafts is None:
             return 1
         region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
@@ -69,7 +92,7 @@ class MtpLayer:
             # A draft beyond the longest sequence is never verified; it only must have a position.
             positions = (first + num_steps).clamp_max(last)
             hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts, positions=positions), cache, chosen)
-            drafts = guess(self.target.logits(hidden))
+            drafts = guess(self.target.scores(hidden))
             num_steps += 1
         return num_steps
 
@@ -77,7 +100,7 @@ class MtpLayer:
 def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None = None) -> MtpLayer:
     """The MTP layer of a model: an index group of its own, with components of its own in the cache."""
     (group,) = build_mtp_groups(target.config, max_step_tokens)
-    layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, MTP_MLA_KV, MTP_INDEX_K)
+    layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, target.context, MTP_MLA_KV, MTP_INDEX_K)
     return MtpLayer(target=target, weights=weights, layer=layer)
 
 

@@ -101,13 +101,14 @@ class Drafter:
         recycled, selection = self._mtp.forward(padded, batch, self._cache)
         if not wanted:
             return {}
+        selection = self._mtp.whole_selection(selection, batch, self._cache)
         drafting = [
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
         ]
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
-        self.num_steps = self._mtp.draft(recycled, batch, selection, rows, run.take, self._cache)
+        self.num_steps = self._mtp.draft(recycled, batch, selection, rows, run.take_scores, self._cache)
         for name, proposed, num_kept in zip(names, run.proposals, run.num_kept, strict=True):
             if proposed:
                 self.proposals[name] = proposed[:num_kept]

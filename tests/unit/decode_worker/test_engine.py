@@ -1,5 +1,8 @@
 """The decode engine on the bench: what is emitted, who is preempted, what is cached, and what a launched step protects."""
 
+import pytest
+
+from decode_worker.batch import DecodeBatch
 from decode_worker.config import DecodeConfig
 from decode_worker.sequences import Phase
 from kv_transfer.block_keys import block_keys
@@ -102,6 +105,24 @@ def test_blocks_that_the_answer_fills_are_found_by_the_next_turn() -> None:
     assert len(world.decodes[0].model.pool.lookup(keys)) >= num_stored // BLOCK_SIZE_TOKENS
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_pulled_prompt_that_ends_at_a_block_s_edge_is_cached_whole_with_its_only_token(max_drafts: int) -> None:
+    """Token 0 ends the answer, and the block's key looks at it: no row is ever stored after the block."""
+    world = World(max_drafts=max_drafts)
+    decode, gateway = world.decodes[0], world.router.me.peer_id
+    request = BenchRequest(RequestId("a"), list(range(16)), SamplingParameters(max_tokens=1, seed=1))
+    open_all(world, request)
+    world.prefills[0].turn(world.now_s)
+    for _ in range(20):  # the gateway, which would cancel what has ended, hears nothing until the blocks are here
+        while world.deliver_one(lambda _sender, to: to != gateway):
+            pass
+        world.pass_time(0.05)
+    world.settle()
+    assert len(request.output) == 1
+    keys = block_keys(pack_tokens(request.prompt + request.output), b"", BLOCK_SIZE_TOKENS, looks_one_token_ahead=max_drafts > 0)
+    assert len(decode.model.pool.lookup(keys)) == 2
+
+
 def test_a_request_that_cannot_fit_alone_is_refused_with_the_numbers() -> None:
     world = World(decode_blocks=4)
     request = local_request("a", 20, 30)
@@ -130,3 +151,58 @@ def test_a_running_batch_decodes_beside_a_long_local_prompt() -> None:
     assert len(num_emitted) >= 12, "the prompt is cut into chunks of the share that it may take beside rows"
     assert num_emitted == sorted(set(num_emitted)), "every step of the long prompt also moved the short answer on"
     world.settle()
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1])
+def test_steps_that_look_for_no_blocks_have_room(max_drafts: int) -> None:
+    world = World(decode_blocks=200, max_drafts=max_drafts)
+    requests = [local_request("a" * count, BLOCK_SIZE_TOKENS * count, 40 + 7 * count) for count in range(1, 7)]
+    coming = list(requests)
+    decode = world.decodes[0]
+    ahead: list[int] = []
+    while coming or decode.num_live:
+        if coming and len(ahead) % 4 == 0:  # who joins has no slot left in its blocks
+            open_all(world, coming.pop())
+        decode.turn(world.now_s)
+        ahead.append(decode.engine.num_roomy_steps)
+        for sequence in decode.sequences.in_phase(Phase.RUNNING):
+            assert sequence.num_stored_tokens <= len(sequence.block_table) * BLOCK_SIZE_TOKENS
+        while world.deliver_one():
+            pass
+    assert sum(map(bool, ahead)) > len(ahead) // 4, "blocks are looked for in some steps, not in all"
+    for request in requests:
+        assert request.output == toy_generate(request.prompt, request.sampling)
+
+
+def test_nothing_is_emitted_for_a_request_that_is_cancelled_while_its_step_runs() -> None:
+    world = World()
+    stays, goes = local_request("a", 5, 9), local_request("bb", 5, 9)
+    open_all(world, stays, goes)
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    assert decode.launch(world.now_s)
+    world.router.cancel(goes.request_id)
+    while world.deliver_one():
+        pass
+    before = len(world.wire.sent)
+    decode.land(world.now_s)
+    deltas = [delta for _, _, message in world.wire.sent[before:] if isinstance(message, Tokens) for delta in message.deltas]
+    assert [delta.transfer for delta in deltas] == [stays.transfer]
+
+
+def test_what_an_awaited_grammar_holds_back_joins_the_batch_when_it_has_come() -> None:
+    world = World()
+    open_all(world, local_request("a", 5, 9))
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    (sequence,) = decode.sequences.in_phase(Phase.RUNNING)
+    batch = DecodeBatch()
+    seen = []
+    for awaits in (None, True, False):
+        if awaits is True:
+            decode.sequences.await_grammar(sequence)
+        elif awaits is False:
+            decode.sequences.take_grammar(sequence, None)
+        batch.refresh(decode.sequences)
+        seen.append(batch.ids)
+    assert seen == [(sequence.sequence_id,), (), (sequence.sequence_id,)]
