@@ -3,14 +3,12 @@
 u = W_eh [RMS_e(emb(t_{P+1})) | RMS_h(h_P)]; u -> one full decoder layer at position P -> m = RMS(.); a draft is argmax(head(m)), or is
 drawn from its softmax. h_P is the target's hidden state *after* its final norm, and so is the m that the next draft step takes for it.
 Embedding, head and rotary table are the target's. Step 0 computes all rows of a target step and stores their keys; the steps after it
-compute one row a sequence, each one position further, and attend to the list that step 0 chose for its last row.
+(`draft_steps.py`) compute one row a sequence, each one position further, and attend to the list that step 0 chose for its last row.
 """
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from glm_runtime.cache_layout import MTP_INDEX_K, MTP_MLA_KV
@@ -18,12 +16,19 @@ from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
 from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
+from glm_runtime.ops.top_probability import top_probability
+from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import MtpWeights
 
-Guess = Callable[[Tensor], Tensor | None]
-"""Drafts [R] int64 after rows of fp32 logits [R, V]; None when no further draft step is wanted."""
+
+class Outlook(NamedTuple):
+    """logits: [R, V] fp32. best: [R] int64, the most probable token of each row. chances: [R] fp32, its probability."""
+
+    logits: Tensor
+    best: Tensor
+    chances: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,44 +39,33 @@ class MtpLayer:
     weights: MtpWeights
     layer: DecoderLayer
 
-    def forward(self, hidden: Tensor, batch: StepBatch, cache: PagedCache, selection: Selection | None = None) -> tuple[Tensor, Selection]:
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: StepBatch,
+        cache: PagedCache,
+        selection: Selection | None = None,
+        rope: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Selection]:
         """One draft step over the rows of `batch`, whose tokens are those *after* the rows' positions.
 
         hidden: [T, hidden], of the rows' positions, after the norm that made it. selection: None lets the layer's own indexer choose
-        and stores index keys (step 0). Returns m [T, hidden], new, and the selection.
+        and stores index keys (step 0). rope: of the rows' positions, where it is known. Returns m [T, hidden], new, and the selection.
         """
         target, eps = self.target, self.target.config.rms_norm_eps
         impl = target.numerics.impl
         norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, eps)
         halves = embed_eh_norm(batch.tokens, batch.positions, hidden, target.weights.embedding, norms, impl=impl)
         x = target.numerics.gemm.linear(halves, self.weights.projection)
-        rope = target.rope.at(batch.positions)
+        rope = rope or target.rope.at(batch.positions)
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
         return add_rms_norm(residual, owed, self.weights.final_norm, eps, impl=impl)[1], selection
 
-    def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess, cache: PagedCache) -> int:
-        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
-
-        recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
-        The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
-        step 0 overwrites it.
-        """
-        hidden = recycled.index_select(0, rows)
-        drafts = guess(self.target.logits(hidden))
-        if drafts is None:
-            return 1
-        region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
-        step = _one_row_each(batch, rows)
-        chosen = self.layer.attention.group.compact(selection.lists, rows, step, region, self.target.numerics.impl)
-        first, last = step.positions, self.target.rope.cos.shape[0] - 1
-        num_steps = 1
-        while drafts is not None:
-            # A draft beyond the longest sequence is never verified; it only must have a position.
-            positions = (first + num_steps).clamp_max(last)
-            hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts, positions=positions), cache, chosen)
-            drafts = guess(self.target.logits(hidden))
-            num_steps += 1
-        return num_steps
+    def outlook(self, hidden: Tensor) -> Outlook:
+        """What follows rows [R, hidden] of `forward`'s result."""
+        logits, impl = self.target.logits(hidden), self.target.numerics.impl
+        best = vocab_argmax(logits, impl=impl)
+        return Outlook(logits, best.ids, top_probability(logits, best.values, impl=impl))
 
 
 def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None = None) -> MtpLayer:
@@ -79,21 +73,3 @@ def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None
     (group,) = build_mtp_groups(target.config, max_step_tokens)
     layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, MTP_MLA_KV, MTP_INDEX_K)
     return MtpLayer(target=target, weights=weights, layer=layer)
-
-
-def _one_row_each(batch: StepBatch, rows: Tensor) -> StepBatch:
-    """Draft steps after step 0, at the positions of `rows`: nothing is stored, and what is attended to has been chosen."""
-    count = rows.shape[0]
-    positions = batch.positions.index_select(0, rows)
-    return StepBatch(
-        tokens=torch.zeros_like(positions),
-        positions=positions,
-        slots=torch.full_like(positions, -1),
-        row_sequences=torch.arange(count),
-        visible=positions + 1,
-        block_tables=batch.block_tables.index_select(0, batch.row_sequences.index_select(0, rows)),
-        spans=(),
-        scored=(),
-        num_rows=count,
-        max_visible=batch.max_visible,
-    )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glm_runtime.mtp import Outlook
 from glm_runtime.engine.draft_stop import StopRule, is_kept, pays_another_step
 from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.top_probability import top_probability
@@ -34,18 +35,22 @@ class DraftRun:
         self.proposals: list[list[Probabilities]] = [[] for _ in wanted]
 
     def take(self, logits: Tensor) -> Tensor | None:
-        """Guess after every row: [R, V] fp32 to [R] int64, or None when nobody goes on.
+        """`take_outlook` of the best tokens of rows of logits [R, V] fp32."""
+        best = vocab_argmax(logits, impl=self._impl)
+        return self.take_outlook(Outlook(logits, best.ids, top_probability(logits, best.values, impl=self._impl)))
+
+    def take_outlook(self, outlook: Outlook) -> Tensor | None:
+        """Guess after every row: [R] int64, or None when nobody goes on.
 
         Rows of sequences that have stopped are computed with the others: a draft step costs about the same with them.
         """
-        best = vocab_argmax(logits, impl=self._impl)
-        ids = best.ids
+        ids = outlook.best
         if any(self._sources):
-            ids = self._draw(logits, ids)
+            ids = self._draw(outlook.logits, ids)
         self._tokens.append(ids.tolist())
         going = self._going
         if self._rule is not None:
-            probabilities = top_probability(logits, best.values, impl=self._impl).tolist()
+            probabilities = outlook.chances.tolist()
             for row in going:
                 if not self._sources or self._sources[row] is None:
                     self._chances[row] *= probabilities[row]

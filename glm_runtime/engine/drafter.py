@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from glm_runtime.draft_steps import DraftSteps
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.draft_run import DraftRun
@@ -41,6 +42,7 @@ class Drafter:
         self._cache = cache
         self._tables = tables
         self._draws = draws
+        self._steps = DraftSteps(mtp, cache)
 
     def seed(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
@@ -107,7 +109,7 @@ class Drafter:
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
-        self.num_steps = self._mtp.draft(recycled, batch, selection, rows, run.take, self._cache)
+        self.num_steps = self._steps.run(recycled, batch, selection, rows, run.take_outlook)
         for name, proposed, num_kept in zip(names, run.proposals, run.num_kept, strict=True):
             if proposed:
                 self.proposals[name] = proposed[:num_kept]

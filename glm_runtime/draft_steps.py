@@ -1,0 +1,190 @@
+"""The draft steps of one target step, of the MTP layer bound to one pool: what step 0 guesses, and the steps after it.
+
+A further step computes one row a sequence, stores nothing and attends to what step 0 chose: for the same number of sequences it is the
+same kernels on the same addresses each time, with other numbers there. So with the compiled kernels its calls are noted once and made
+again (`native/recording.py`). Where torch computes between them, and for many sequences, it is computed as it is written.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glm_runtime.cache_layout import MTP_MLA_KV
+from glm_runtime.index_group import Geometry, Selection
+from glm_runtime.mtp import MtpLayer, Outlook
+from glm_runtime.native.library import library
+from glm_runtime.native.recording import Recording, record
+from glm_runtime.paged_cache import PagedCache
+from glm_runtime.runtime_config import MOST_DRAFTS
+from glm_runtime.step_batch import StepBatch
+
+Guess = Callable[[Outlook], Tensor | None]
+"""Drafts [R] int64 after the rows of an outlook, which the next step overwrites; None when no further draft step is wanted."""
+
+MOST_RECORDED_ROWS = 8
+"""Sequences whose steps are recorded. With more, Python takes a small part of a step, and each number of them needs buffers of its own."""
+
+
+class DraftSteps:
+    """Draft steps over one pool. Used by one thread, under inference mode."""
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache) -> None:
+        self._mtp = mtp
+        self._cache = cache
+        self._recorded: dict[int, RecordedStep] = {}
+        self._can_record = mtp.target.numerics.impl == "native"
+
+    @property
+    def num_recorded(self) -> int:
+        """Numbers of sequences whose steps are recorded."""
+        return len(self._recorded)
+
+    def run(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess) -> int:
+        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
+
+        recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
+        The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
+        step 0 overwrites it.
+        """
+        hidden = recycled.index_select(0, rows)
+        drafts = guess(self._mtp.outlook(hidden))
+        if drafts is None:
+            return 1
+        compute = self._start(hidden, batch, selection, rows)
+        num_steps = 1
+        while drafts is not None:
+            drafts = guess(compute(drafts, num_steps))
+            num_steps += 1
+        return num_steps
+
+    def _start(self, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> Callable[[Tensor, int], Outlook]:
+        """What computes draft step `number` after the drafts of the step before it."""
+        count = rows.shape[0]
+        if self._can_record and count <= MOST_RECORDED_ROWS:
+            step = self._recorded.get(count)
+            buffers = step.buffers if step is not None else StepBuffers(self._mtp, self._cache, count)
+            buffers.fill(hidden, batch, selection, rows)
+            step = step or record_step(self._mtp, self._cache, buffers)
+            if step is not None:
+                self._recorded[count] = step
+                return step.compute
+            self._can_record = False
+        return PlainStep(self._mtp, self._cache, hidden, batch, selection, rows).compute
+
+
+class PlainStep:
+    """The further steps of some sequences, computed as they are written."""
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> None:
+        """hidden: [R, hidden], of `rows`; the others as `DraftSteps.run`."""
+        self._mtp = mtp
+        self._cache = cache
+        self._hidden = hidden
+        tables = batch.block_tables.index_select(0, batch.row_sequences.index_select(0, rows))
+        self._batch = _one_row_each(batch.positions.index_select(0, rows), tables)
+        region = cache.region(MTP_MLA_KV, mtp.layer.attention.layer)
+        self._chosen = mtp.layer.attention.group.compact(selection.lists, rows, self._batch, region, mtp.target.numerics.impl)
+
+    def compute(self, drafts: Tensor, number: int) -> Outlook:
+        """Draft step `number`, 1 or more. drafts: [R] int64, of the step before."""
+        positions = _positions_ahead(self._mtp, self._batch.positions, number)
+        batch = dataclasses.replace(self._batch, tokens=drafts, positions=positions)
+        self._hidden, _ = self._mtp.forward(self._hidden, batch, self._cache, self._chosen)
+        return self._mtp.outlook(self._hidden)
+
+
+class StepBuffers:
+    """What a further step of `count` sequences reads beside weights, at addresses that stay."""
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, count: int) -> None:
+        config, group = mtp.target.config, mtp.layer.attention.group
+        self._mtp = mtp
+        self.hidden = torch.zeros(count, config.hidden_size, dtype=mtp.target.numerics.dtype)
+        self.batch = _one_row_each(torch.zeros(count, dtype=torch.int64), torch.zeros(count, 1, dtype=torch.int64))
+        self.rope = (torch.zeros(count, config.qk_rope_head_dim // 2), torch.zeros(count, config.qk_rope_head_dim // 2))
+        self.chosen = Selection(
+            group,
+            lists=torch.full((count, group.topk), -1, dtype=torch.int64),
+            addresses=torch.full((count, group.topk), -1, dtype=torch.int64),
+            counts=torch.zeros(count, dtype=torch.int64),
+            block_tables=self.batch.block_tables,
+            geometry=Geometry.of(cache.region(MTP_MLA_KV, mtp.layer.attention.layer)),
+            generation=group.generation,
+        )
+        self._steps = torch.arange(MOST_DRAFTS)[:, None]
+
+    def fill(self, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> None:
+        """Take what all steps of other sequences read. Arguments as those of `PlainStep`; nothing of them is kept."""
+        width, own = selection.lists.shape[1], self.chosen
+        for buffer, given in ((own.lists, selection.lists), (own.addresses, selection.addresses)):
+            buffer[:, :width] = given.index_select(0, rows)
+            buffer[:, width:] = -1
+        own.counts.copy_(selection.counts.index_select(0, rows))
+        self.hidden.copy_(hidden)
+        self._positions = _positions_ahead(self._mtp, batch.positions.index_select(0, rows), self._steps)  # [steps, R]
+        cos, sin = self._mtp.target.rope.at(self._positions.flatten())
+        self._cos, self._sin = (table.view(*self._positions.shape, -1) for table in (cos, sin))
+
+    def load(self, drafts: Tensor, number: int) -> None:
+        """Take what draft step `number` alone reads, but for the hidden state of the step before it."""
+        self.batch.tokens.copy_(drafts)
+        self.batch.positions.copy_(self._positions[number])
+        self.rope[0].copy_(self._cos[number])
+        self.rope[1].copy_(self._sin[number])
+
+
+class RecordedStep:
+    """The further steps of a number of sequences, by kernel calls that were noted over `buffers`."""
+
+    def __init__(self, buffers: StepBuffers, recording: Recording, hidden: Tensor, outlook: Outlook) -> None:
+        """hidden, outlook: where the calls leave the step's results."""
+        self.buffers = buffers
+        self._recording = recording
+        self._hidden = hidden
+        self._outlook = outlook
+
+    def compute(self, drafts: Tensor, number: int) -> Outlook:
+        """As `PlainStep.compute`, after `buffers.fill`. The outlook is the same tensors each time."""
+        self.buffers.load(drafts, number)
+        self._recording.replay()
+        self.buffers.hidden.copy_(self._hidden)
+        return self._outlook
+
+
+def record_step(mtp: MtpLayer, cache: PagedCache, buffers: StepBuffers) -> RecordedStep | None:
+    """Record a step over buffers that are filled. None where calls alone do not make it."""
+
+    def compute() -> tuple[Tensor, ...]:
+        hidden, _ = mtp.forward(buffers.hidden, buffers.batch, cache, buffers.chosen, buffers.rope)
+        return hidden, *mtp.outlook(hidden)
+
+    buffers.load(buffers.batch.tokens, 1)
+    found = record(library(), compute)
+    if found is None:
+        return None
+    recording, (hidden, *outlook) = found
+    return RecordedStep(buffers, recording, hidden, Outlook(*outlook))
+
+
+def _positions_ahead(mtp: MtpLayer, positions: Tensor, number: int | Tensor) -> Tensor:
+    """Of draft step `number`. One beyond the longest sequence is never verified; it only must have a position."""
+    return (positions + number).clamp_max(mtp.target.rope.cos.shape[0] - 1)
+
+
+def _one_row_each(positions: Tensor, block_tables: Tensor) -> StepBatch:
+    """Rows at `positions` [R], of sequences with these tables: nothing is stored, and what is attended to has been chosen."""
+    count = positions.shape[0]
+    return StepBatch(
+        tokens=torch.zeros_like(positions),
+        positions=positions,
+        slots=torch.full_like(positions, -1),
+        row_sequences=torch.arange(count),
+        visible=positions + 1,
+        block_tables=block_tables,
+        spans=(),
+        scored=(),
+        num_rows=count,
+        max_visible=0,
+    )
