@@ -17,14 +17,13 @@ from glm_runtime.mtp import MtpLayer, Outlook
 from glm_runtime.native.library import library
 from glm_runtime.native.recording import Recording, record
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.recorded_forward import MOST_RECORDED_BYTES, MOST_RECORDED_ROWS, can_record
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.step_batch import StepBatch
 
 Guess = Callable[[Outlook], Tensor | None]
 """Drafts [R] int64 after the rows of an outlook, which the next step overwrites; None when no further draft step is wanted."""
 
-MOST_RECORDED_ROWS = 8
-"""Sequences whose steps are recorded. With more, Python takes a small part of a step, and each number of them needs buffers of its own."""
 
 
 class DraftSteps:
@@ -34,7 +33,7 @@ class DraftSteps:
         self._mtp = mtp
         self._cache = cache
         self._recorded: dict[int, RecordedStep] = {}
-        self._can_record = mtp.target.numerics.impl == "native"
+        self._can_record = can_record(mtp.target.numerics)
 
     @property
     def num_recorded(self) -> int:
@@ -103,7 +102,6 @@ class StepBuffers:
         self._mtp = mtp
         self.hidden = torch.zeros(count, config.hidden_size, dtype=mtp.target.numerics.dtype)
         self.batch = _one_row_each(torch.zeros(count, dtype=torch.int64), torch.zeros(count, 1, dtype=torch.int64))
-        self.rope = (torch.zeros(count, config.qk_rope_head_dim // 2), torch.zeros(count, config.qk_rope_head_dim // 2))
         self.chosen = Selection(
             group,
             lists=torch.full((count, group.topk), -1, dtype=torch.int64),
@@ -124,15 +122,12 @@ class StepBuffers:
         own.counts.copy_(selection.counts.index_select(0, rows))
         self.hidden.copy_(hidden)
         self._positions = _positions_ahead(self._mtp, batch.positions.index_select(0, rows), self._steps)  # [steps, R]
-        cos, sin = self._mtp.target.rope.at(self._positions.flatten())
-        self._cos, self._sin = (table.view(*self._positions.shape, -1) for table in (cos, sin))
+        self._mtp.target.rope.prepare(self._positions.flatten())
 
     def load(self, drafts: Tensor, number: int) -> None:
         """Take what draft step `number` alone reads, but for the hidden state of the step before it."""
         self.batch.tokens.copy_(drafts)
         self.batch.positions.copy_(self._positions[number])
-        self.rope[0].copy_(self._cos[number])
-        self.rope[1].copy_(self._sin[number])
 
 
 class RecordedStep:
@@ -157,15 +152,14 @@ def record_step(mtp: MtpLayer, cache: PagedCache, buffers: StepBuffers) -> Recor
     """Record a step over buffers that are filled. None where calls alone do not make it."""
 
     def compute() -> tuple[Tensor, ...]:
-        hidden, _ = mtp.forward(buffers.hidden, buffers.batch, cache, buffers.chosen, buffers.rope)
-        return hidden, *mtp.outlook(hidden)
+        hidden, _ = mtp.forward(buffers.hidden, buffers.batch, cache, buffers.chosen)
+        results[:] = hidden, *mtp.outlook(hidden)
+        return tuple(results)
 
+    results: list[Tensor] = []
     buffers.load(buffers.batch.tokens, 1)
-    found = record(library(), compute)
-    if found is None:
-        return None
-    recording, (hidden, *outlook) = found
-    return RecordedStep(buffers, recording, hidden, Outlook(*outlook))
+    recording = record(library(), compute, MOST_RECORDED_BYTES)
+    return RecordedStep(buffers, recording, results[0], Outlook(*results[1:])) if recording is not None else None
 
 
 def _positions_ahead(mtp: MtpLayer, positions: Tensor, number: int | Tensor) -> Tensor:

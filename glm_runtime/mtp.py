@@ -39,25 +39,18 @@ class MtpLayer:
     weights: MtpWeights
     layer: DecoderLayer
 
-    def forward(
-        self,
-        hidden: Tensor,
-        batch: StepBatch,
-        cache: PagedCache,
-        selection: Selection | None = None,
-        rope: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Selection]:
+    def forward(self, hidden: Tensor, batch: StepBatch, cache: PagedCache, selection: Selection | None = None) -> tuple[Tensor, Selection]:
         """One draft step over the rows of `batch`, whose tokens are those *after* the rows' positions.
 
         hidden: [T, hidden], of the rows' positions, after the norm that made it. selection: None lets the layer's own indexer choose
-        and stores index keys (step 0). rope: of the rows' positions, where it is known. Returns m [T, hidden], new, and the selection.
+        and stores index keys (step 0). Returns m [T, hidden], new, and the selection.
         """
         target, eps = self.target, self.target.config.rms_norm_eps
         impl = target.numerics.impl
         norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, eps)
         halves = embed_eh_norm(batch.tokens, batch.positions, hidden, target.weights.embedding, norms, impl=impl)
         x = target.numerics.gemm.linear(halves, self.weights.projection)
-        rope = rope or target.rope.at(batch.positions)
+        rope = target.rope.at(batch.positions)
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
         return add_rms_norm(residual, owed, self.weights.final_norm, eps, impl=impl)[1], selection
 

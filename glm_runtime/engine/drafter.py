@@ -19,6 +19,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.recorded_forward import Computed, RecordedForward
 from glm_runtime.sampling.parameters import is_greedy
 from glm_runtime.sampling.ratio_test import DraftSource, Probabilities
 from glm_runtime.step_batch import StepBatch
@@ -42,6 +43,7 @@ class Drafter:
         self._cache = cache
         self._tables = tables
         self._draws = draws
+        self._first = RecordedForward(self._compute_first, mtp.target, cache)
         self._steps = DraftSteps(mtp, cache)
 
     def seed(self, plan: StepPlan) -> StepPlan:
@@ -99,13 +101,13 @@ class Drafter:
         rule: StopRule | None,
     ) -> Runs:
         batch = self._batch(slices)
-        padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
-        recycled, selection = self._mtp.forward(padded, batch, self._cache)
+        recycled, selection = self._first.run(batch, hidden)
         if not wanted:
             return {}
         drafting = [
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
         ]
+        assert selection is not None, "step 0 chooses what the further steps attend to"
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
@@ -114,6 +116,11 @@ class Drafter:
             if proposed:
                 self.proposals[name] = proposed[:num_kept]
         return dict(zip(names, run.drafts(), strict=True))
+
+    def _compute_first(self, batch: StepBatch, hidden: Tensor | None) -> Computed:
+        assert hidden is not None, "step 0 reads the rows' hidden states"
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
+        return Computed(*self._mtp.forward(padded, batch, self._cache))
 
     def _batch(self, slices: Sequence[SequenceSlice]) -> StepBatch:
         return build_batch(

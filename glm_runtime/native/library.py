@@ -48,8 +48,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 """Name of each exported function -> its arguments. All return nothing."""
 
 
-KernelCall = tuple[Callable[..., None], tuple[Any, ...]]
-"""A kernel and the arguments of one call."""
+Call = tuple[Callable[..., None], tuple[Any, ...]]
+"""A function and its arguments."""
 
 
 class NativeLibrary:
@@ -70,9 +70,9 @@ class NativeLibrary:
             setattr(self, name, function)
 
     @contextmanager
-    def noted_calls(self) -> Iterator[list[KernelCall]]:
+    def noted_calls(self) -> Iterator[list[Call]]:
         """Note the calls that this thread makes meanwhile. One thread at a time notes; the others call as ever."""
-        calls: list[KernelCall] = []
+        calls: list[Call] = []
         with self._noting:
             plain = {name: getattr(self, name) for name in SIGNATURES}
             for name, kernel in plain.items():
@@ -88,7 +88,7 @@ class NativeLibrary:
         raise AttributeError(f"no kernel is called {name}")
 
 
-def _noted(kernel: Callable[..., None], calls: list[KernelCall], thread: int) -> Callable[..., None]:
+def _noted(kernel: Callable[..., None], calls: list[Call], thread: int) -> Callable[..., None]:
     def call(*arguments: Any) -> None:
         if threading.get_ident() == thread:
             calls.append((kernel, arguments))
