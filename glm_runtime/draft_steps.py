@@ -47,19 +47,15 @@ class DraftSteps:
         The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
         step 0 overwrites it.
         """
-        hidden = recycled.index_select(0, rows)
-        drafts = guess(self._mtp.outlook(hidden))
-        if drafts is None:
-            return 1
-        compute = self._start(hidden, batch, selection, rows)
+        step = self._start(recycled.index_select(0, rows), batch, selection, rows)
+        drafts = guess(step.outlook())
         num_steps = 1
         while drafts is not None:
-            drafts = guess(compute(drafts, num_steps))
+            drafts = guess(step.compute(drafts, num_steps))
             num_steps += 1
         return num_steps
 
-    def _start(self, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> Callable[[Tensor, int], Outlook]:
-        """What computes draft step `number` after the drafts of the step before it."""
+    def _start(self, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> "RecordedStep | PlainStep":
         count = rows.shape[0]
         if self._can_record and count <= MOST_RECORDED_ROWS:
             step = self._recorded.get(count)
@@ -68,30 +64,42 @@ class DraftSteps:
             step = step or record_step(self._mtp, self._cache, buffers)
             if step is not None:
                 self._recorded[count] = step
-                return step.compute
+                return step
             self._can_record = False
-        return PlainStep(self._mtp, self._cache, hidden, batch, selection, rows).compute
+        return PlainStep(self._mtp, self._cache, hidden, batch, selection, rows)
 
 
 class PlainStep:
-    """The further steps of some sequences, computed as they are written."""
+    """The steps of some sequences, computed as they are written."""
 
     def __init__(self, mtp: MtpLayer, cache: PagedCache, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> None:
         """hidden: [R, hidden], of `rows`; the others as `DraftSteps.run`."""
         self._mtp = mtp
         self._cache = cache
         self._hidden = hidden
-        tables = batch.block_tables.index_select(0, batch.row_sequences.index_select(0, rows))
-        self._batch = _one_row_each(batch.positions.index_select(0, rows), tables)
-        region = cache.region(MTP_MLA_KV, mtp.layer.attention.layer)
-        self._chosen = mtp.layer.attention.group.compact(selection.lists, rows, self._batch, region, mtp.target.numerics.impl)
+        self._first = batch, selection, rows
+        self._chosen: tuple[StepBatch, Selection] | None = None
+
+    def outlook(self) -> Outlook:
+        """Of step 0."""
+        return self._mtp.outlook(self._hidden)
 
     def compute(self, drafts: Tensor, number: int) -> Outlook:
         """Draft step `number`, 1 or more. drafts: [R] int64, of the step before."""
-        positions = _positions_ahead(self._mtp, self._batch.positions, number)
-        batch = dataclasses.replace(self._batch, tokens=drafts, positions=positions)
-        self._hidden, _ = self._mtp.forward(self._hidden, batch, self._cache, self._chosen)
-        return self._mtp.outlook(self._hidden)
+        batch, chosen = self._chosen = self._chosen or self._choose()
+        positions = _positions_ahead(self._mtp, batch.positions, number)
+        batch = dataclasses.replace(batch, tokens=drafts, positions=positions)
+        self._hidden, _ = self._mtp.forward(self._hidden, batch, self._cache, chosen)
+        return self.outlook()
+
+    def _choose(self) -> tuple[StepBatch, Selection]:
+        """One row each, and what it attends to."""
+        first, selection, rows = self._first
+        tables = first.block_tables.index_select(0, first.row_sequences.index_select(0, rows))
+        batch = _one_row_each(first.positions.index_select(0, rows), tables)
+        attention = self._mtp.layer.attention
+        region = self._cache.region(MTP_MLA_KV, attention.layer)
+        return batch, attention.group.compact(selection.lists, rows, batch, region, self._mtp.target.numerics.impl)
 
 
 class StepBuffers:
@@ -115,11 +123,9 @@ class StepBuffers:
 
     def fill(self, hidden: Tensor, batch: StepBatch, selection: Selection, rows: Tensor) -> None:
         """Take what all steps of other sequences read. Arguments as those of `PlainStep`; nothing of them is kept."""
-        width, own = selection.lists.shape[1], self.chosen
-        for buffer, given in ((own.lists, selection.lists), (own.addresses, selection.addresses)):
-            buffer[:, :width] = given.index_select(0, rows)
-            buffer[:, width:] = -1
-        own.counts.copy_(selection.counts.index_select(0, rows))
+        own = self.chosen
+        for buffer, given in ((own.lists, selection.lists), (own.addresses, selection.addresses), (own.counts, selection.counts)):
+            torch.index_select(given, 0, rows, out=buffer)
         self.hidden.copy_(hidden)
         self._positions = _positions_ahead(self._mtp, batch.positions.index_select(0, rows), self._steps)  # [steps, R]
         self._mtp.target.rope.prepare(self._positions.flatten())
@@ -131,35 +137,50 @@ class StepBuffers:
 
 
 class RecordedStep:
-    """The further steps of a number of sequences, by kernel calls that were noted over `buffers`."""
+    """The steps of a number of sequences, by calls that were noted over `buffers`; each overwrites its own last outlook."""
 
-    def __init__(self, buffers: StepBuffers, recording: Recording, hidden: Tensor, outlook: Outlook) -> None:
-        """hidden, outlook: where the calls leave the step's results."""
+    def __init__(self, buffers: StepBuffers, first: tuple[Recording, Outlook], further: tuple[Recording, Outlook], hidden: Tensor) -> None:
+        """first, further: calls, and where they leave the outlook of step 0 and of a further step; hidden: where the latter its rows."""
         self.buffers = buffers
-        self._recording = recording
+        self._first = first
+        self._further = further
         self._hidden = hidden
-        self._outlook = outlook
+
+    def outlook(self) -> Outlook:
+        """As `PlainStep.outlook`, after `buffers.fill`."""
+        recording, outlook = self._first
+        recording.replay()
+        return outlook
 
     def compute(self, drafts: Tensor, number: int) -> Outlook:
-        """As `PlainStep.compute`, after `buffers.fill`. The outlook is the same tensors each time."""
+        """As `PlainStep.compute`."""
+        recording, outlook = self._further
         self.buffers.load(drafts, number)
-        self._recording.replay()
+        recording.replay()
         self.buffers.hidden.copy_(self._hidden)
-        return self._outlook
+        return outlook
 
 
 def record_step(mtp: MtpLayer, cache: PagedCache, buffers: StepBuffers) -> RecordedStep | None:
     """Record a step over buffers that are filled. None where calls alone do not make it."""
+    first: list[Tensor] = []
+    further: list[Tensor] = []
 
-    def compute() -> tuple[Tensor, ...]:
+    def compute_first() -> list[Tensor]:
+        first[:] = mtp.outlook(buffers.hidden)
+        return first
+
+    def compute_further() -> list[Tensor]:
         hidden, _ = mtp.forward(buffers.hidden, buffers.batch, cache, buffers.chosen)
-        results[:] = hidden, *mtp.outlook(hidden)
-        return tuple(results)
+        further[:] = *mtp.outlook(hidden), hidden
+        return further
 
-    results: list[Tensor] = []
     buffers.load(buffers.batch.tokens, 1)
-    recording = record(library(), compute, MOST_RECORDED_BYTES)
-    return RecordedStep(buffers, recording, results[0], Outlook(*results[1:])) if recording is not None else None
+    recordings = [record(library(), compute, MOST_RECORDED_BYTES) for compute in (compute_first, compute_further)]
+    if recordings[0] is None or recordings[1] is None:
+        return None
+    *outlook, hidden = further
+    return RecordedStep(buffers, (recordings[0], Outlook(*first)), (recordings[1], Outlook(*outlook)), hidden)
 
 
 def _positions_ahead(mtp: MtpLayer, positions: Tensor, number: int | Tensor) -> Tensor:

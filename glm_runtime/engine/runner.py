@@ -17,7 +17,6 @@ from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
 from glm_runtime.paged_cache import PagedCache
-from glm_runtime.recorded_forward import Computed, RecordedForward
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
@@ -38,7 +37,6 @@ class ModelRunner:
         self.cache = cache
         self._tables = BlockTables(cache.num_blocks)
         self._verification = verification
-        self._forward = RecordedForward(lambda batch, _: Computed(model.forward(batch, cache)), model, cache)
         self._drafter = Drafter(mtp, cache, self._tables, draws=verification == "ratio") if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -89,9 +87,8 @@ class ModelRunner:
             row_tile=self.model.numerics.gemm.row_tile,
             tables=self._tables,
         )
-        if forced is None:
-            return self._forward.run(batch).hidden[: batch.num_rows]
-        return self.model.forward(batch, self.cache, forced.padded(batch.tokens.shape[0]))[: batch.num_rows]
+        padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
+        return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
 
     def _finite_logits(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, Best]:
         logits = self.model.logits(hidden)
