@@ -20,6 +20,7 @@ from decode_worker.config import DecodeConfig
 from glm_runtime.cache_format import SERVING_DEVICE, choose_cache_formats
 from glm_runtime.cache_layout import make_cache_layout
 from glm_runtime.config import GlmConfig
+from glm_runtime.parallel.layout import ParallelLayout
 from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig, choose_max_drafts
 from kv_transfer.config import ProtocolTimers, TransportConfig, WireConfig
 from kv_transfer.errors import ConfigError
@@ -186,6 +187,8 @@ def _check_parts(config: ServeConfig) -> Iterator[Mistake]:
     for name in SUPERVISOR_FILLS:
         if getattr(gateway, name) != getattr(defaults, name):
             yield Mistake(f"gateway.{name}", "is filled in when the cluster starts; remove it")
+    if runtime.parallel != ParallelLayout():
+        yield Mistake("runtime.parallel", "is filled in when the cluster starts; remove it")
     rules: list[tuple[str, Callable[[], bool], str]] = [
         ("gateway.port", lambda: gateway.port < 65536, f"is {gateway.port}; a port is below 65536 (0 takes a free one)"),
         (

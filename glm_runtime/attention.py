@@ -27,7 +27,7 @@ from glm_runtime.ops.sparse_mla import sparse_mla
 from glm_runtime.packed_matrix import Operand, pack, plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
 from glm_runtime.rope import rotate_interleaved
-from glm_runtime.step_batch import RowSpan, StepBatch
+from glm_runtime.step_batch import RowSpan, StepBatch, exchange_keys
 from glm_runtime.weights import AttentionWeights
 
 ABSORBED_MAX_BYTES = 16 << 20
@@ -76,19 +76,21 @@ class Attention:
         norms = LatentNorms(self.weights.q_norm, self.weights.kv_norm, self.config.rms_norm_eps)
         if selection is not None:
             query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, impl=self.numerics.impl)  # [T, Q]
+            exchange_keys(batch, [mla])
         else:
             assert self.indexer is not None, "the leader of a group runs before its followers"
             index_region = cache.region(self.index_component, self.layer)
             raw_keys, head_weights = self.indexer.project(hidden)
             index_keys = self.indexer.keys(raw_keys, index_region)
             query_latent = fused_norm_rope(projected, norms, *rope, batch.slots, mla, index=index_keys, impl=self.numerics.impl)
+            exchange_keys(batch, [mla, index_region])
             lists = self.group.open(hidden.shape[0], self.indexer.list_width(batch))
             self.indexer.select(query_latent, head_weights, rope, batch, index_region, lists)
             if forced_lists is not None:
                 lists.copy_(torch.where(forced_lists[:, :1] >= 0, forced_lists, lists))
             selection = self.group.convert(lists, batch, mla, self.numerics.impl)
         selection.check(self.layer, batch, mla)
-        heads = gemm.linear(query_latent, self.weights.q_b).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
+        heads = gemm.linear(query_latent, self.weights.q_b).view(hidden.shape[0], -1, self.config.qk_head_dim)
         attended = self._attend(heads, rope, batch, mla, selection)  # [T, H, V]
         return gemm.linear(attended.flatten(1), self.weights.output), selection
 
@@ -117,7 +119,8 @@ class Attention:
         """Whether a prefill chunk attends in expanded form: in fast mode, where it is less work and its memory is bounded."""
         if self.numerics.is_deterministic or span.num_rows == 1:
             return False
-        rebuilt_numbers = span.end * self.config.num_attention_heads * (self.config.qk_nope_head_dim + self.config.v_head_dim)
+        num_heads = self.weights.value_up.shape[0]
+        rebuilt_numbers = span.end * num_heads * (self.config.qk_nope_head_dim + self.config.v_head_dim)
         return rebuilt_numbers * self.numerics.dtype.itemsize <= EXPANDED_MAX_BYTES and is_expanding_cheaper(self.config, span)
 
     def absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:

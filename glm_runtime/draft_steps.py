@@ -6,23 +6,24 @@ again (`native/recording.py`). Where torch computes between them, and for many s
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from glm_runtime.cache_layout import MTP_MLA_KV
 from glm_runtime.index_group import Geometry, Selection
-from glm_runtime.mtp import MtpLayer, Outlook
+from glm_runtime.mtp import MtpLayer
 from glm_runtime.native.library import library
 from glm_runtime.native.recording import Recording, record
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.recorded_forward import MOST_RECORDED_BYTES, MOST_RECORDED_ROWS, can_record
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.step_batch import StepBatch
+from glm_runtime.vocabulary import KnownScores, Scores
 
-Guess = Callable[[Outlook], Tensor | None]
-"""Drafts [R] int64 after the rows of an outlook, which the next step overwrites; None when no further draft step is wanted."""
+Guess = Callable[[Scores | KnownScores], Tensor | None]
+"""Drafts [R] int64 after R rows of scores, which the next step overwrites, the same on all ranks; None when no further step is wanted."""
 
 
 
@@ -33,7 +34,7 @@ class DraftSteps:
         self._mtp = mtp
         self._cache = cache
         self._recorded: dict[int, RecordedStep] = {}
-        self._can_record = can_record(mtp.target.numerics)
+        self._can_record = can_record(mtp.target)
 
     @property
     def num_recorded(self) -> int:
@@ -48,7 +49,7 @@ class DraftSteps:
         step 0 overwrites it.
         """
         step = self._start(recycled.index_select(0, rows), batch, selection, rows)
-        drafts = guess(step.outlook())
+        drafts = guess(step.scores())
         num_steps = 1
         while drafts is not None:
             drafts = guess(step.compute(drafts, num_steps))
@@ -80,17 +81,17 @@ class PlainStep:
         self._first = batch, selection, rows
         self._chosen: tuple[StepBatch, Selection] | None = None
 
-    def outlook(self) -> Outlook:
+    def scores(self) -> Scores:
         """Of step 0."""
-        return self._mtp.outlook(self._hidden)
+        return self._mtp.target.scores(self._hidden)
 
-    def compute(self, drafts: Tensor, number: int) -> Outlook:
+    def compute(self, drafts: Tensor, number: int) -> Scores:
         """Draft step `number`, 1 or more. drafts: [R] int64, of the step before."""
         batch, chosen = self._chosen = self._chosen or self._choose()
         positions = _positions_ahead(self._mtp, batch.positions, number)
         batch = dataclasses.replace(batch, tokens=drafts, positions=positions)
         self._hidden, _ = self._mtp.forward(self._hidden, batch, self._cache, chosen)
-        return self.outlook()
+        return self.scores()
 
     def _choose(self) -> tuple[StepBatch, Selection]:
         """One row each, and what it attends to."""
@@ -137,50 +138,61 @@ class StepBuffers:
 
 
 class RecordedStep:
-    """The steps of a number of sequences, by calls that were noted over `buffers`; each overwrites its own last outlook."""
+    """The steps of a number of sequences, by calls that were noted over `buffers`."""
 
-    def __init__(self, buffers: StepBuffers, first: tuple[Recording, Outlook], further: tuple[Recording, Outlook], hidden: Tensor) -> None:
-        """first, further: calls, and where they leave the outlook of step 0 and of a further step; hidden: where the latter its rows."""
+    def __init__(
+        self, buffers: StepBuffers, first: tuple[Recording, KnownScores], further: tuple[Recording, KnownScores], hidden: Tensor
+    ) -> None:
+        """first, further: calls, and where they leave the scores of step 0 and of a further step; hidden: where the latter its rows."""
         self.buffers = buffers
         self._first = first
         self._further = further
         self._hidden = hidden
 
-    def outlook(self) -> Outlook:
-        """As `PlainStep.outlook`, after `buffers.fill`."""
-        recording, outlook = self._first
+    def scores(self) -> KnownScores:
+        """As `PlainStep.scores`, after `buffers.fill`; the same tensors each time."""
+        recording, scores = self._first
         recording.replay()
-        return outlook
+        return scores
 
-    def compute(self, drafts: Tensor, number: int) -> Outlook:
-        """As `PlainStep.compute`."""
-        recording, outlook = self._further
+    def compute(self, drafts: Tensor, number: int) -> KnownScores:
+        """As `PlainStep.compute`; the same tensors each time."""
+        recording, scores = self._further
         self.buffers.load(drafts, number)
         recording.replay()
         self.buffers.hidden.copy_(self._hidden)
-        return outlook
+        return scores
 
 
 def record_step(mtp: MtpLayer, cache: PagedCache, buffers: StepBuffers) -> RecordedStep | None:
     """Record a step over buffers that are filled. None where calls alone do not make it."""
-    first: list[Tensor] = []
-    further: list[Tensor] = []
 
-    def compute_first() -> list[Tensor]:
-        first[:] = mtp.outlook(buffers.hidden)
-        return first
+    def compute_first() -> Sequence[Tensor]:
+        known.append(_known_scores(mtp, buffers.hidden))
+        return _tensors(known[0])
 
-    def compute_further() -> list[Tensor]:
+    def compute_further() -> Sequence[Tensor]:
         hidden, _ = mtp.forward(buffers.hidden, buffers.batch, cache, buffers.chosen)
-        further[:] = *mtp.outlook(hidden), hidden
-        return further
+        known.append(_known_scores(mtp, hidden))
+        new_hidden.append(hidden)
+        return hidden, *_tensors(known[1])
 
+    known: list[KnownScores] = []
+    new_hidden: list[Tensor] = []
     buffers.load(buffers.batch.tokens, 1)
-    recordings = [record(library(), compute, MOST_RECORDED_BYTES) for compute in (compute_first, compute_further)]
-    if recordings[0] is None or recordings[1] is None:
+    first, further = (record(library(), compute, MOST_RECORDED_BYTES) for compute in (compute_first, compute_further))
+    if first is None or further is None:
         return None
-    *outlook, hidden = further
-    return RecordedStep(buffers, (recordings[0], Outlook(*first)), (recordings[1], Outlook(*outlook)), hidden)
+    return RecordedStep(buffers, (first, known[0]), (further, known[1]), new_hidden[0])
+
+
+def _known_scores(mtp: MtpLayer, hidden: Tensor) -> KnownScores:
+    scores = mtp.target.scores(hidden)
+    return KnownScores(scores.whole(), *scores.best_with_chances())
+
+
+def _tensors(known: KnownScores) -> Sequence[Tensor]:
+    return known.logits, known.known_best.values, known.known_best.ids, known.known_best.is_finite, known.chances
 
 
 def _positions_ahead(mtp: MtpLayer, positions: Tensor, number: int | Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """GLM's decoder, top to bottom: embedding, layers in index groups, final norm, head.
 
 x = embed(tokens); per layer x += attention(RMS(x)), x += ffn(RMS(x)); logits = head(RMS(x)). The MTP layer is not part of it.
-A sum is left to the norm that follows it: between two segments of a layer stand the residual stream and what is owed to it.
+A sum is left to the norm that follows it: between two segments of a layer stand the residual stream and what is owed to it. Tensor ranks
+each owe a part; it is summed over them before that norm, twice a layer, and everything between two sums is the same on all of them.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,11 @@ from glm_runtime.moe import GatedMlp, MixtureOfExperts
 from glm_runtime.numerics import Numerics
 from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.collectives import Collectives
+from glm_runtime.parallel.context import ParallelContext, one_rank
 from glm_runtime.rope import RopeTable
 from glm_runtime.step_batch import StepBatch
+from glm_runtime.vocabulary import Scores, embed
 from glm_runtime.weights import LayerWeights, ModelWeights, MoeWeights
 
 
@@ -57,6 +61,7 @@ class DecoderLayer:
     attention: Attention
     mlp: GatedMlp | MixtureOfExperts
     numerics: Numerics
+    tensor: Collectives
 
     def forward(
         self,
@@ -68,14 +73,16 @@ class DecoderLayer:
         selection: Selection | None,
         forced: ForcedChoices,
     ) -> tuple[Tensor, tuple[Tensor, ...], Selection]:
-        """residual: [T, hidden]; owed: what the layer before left to add to it, as `add_rms_norm` takes it.
+        """residual: [T, hidden]; owed: what the layer before left to add to it, as `add_rms_norm` takes it; of this tensor rank.
 
         Returns the residual stream, new, before this layer's feed-forward output, that output, owed, and the index group's selection.
         """
         layer, eps, impl = self.attention.layer, self.config.rms_norm_eps, self.numerics.impl
+        owed = sum_owed(owed, self.tensor, self.numerics.dtype)
         residual, hidden = add_rms_norm(residual, owed, self.weights.input_norm, eps, impl=impl)
         attended, selection = self.attention.forward(hidden, rope, batch, cache, selection, forced.lists.get(layer))
-        residual, hidden = add_rms_norm(residual, (attended,), self.weights.post_attention_norm, eps, impl=impl)
+        owed = sum_owed((attended,), self.tensor, self.numerics.dtype)
+        residual, hidden = add_rms_norm(residual, owed, self.weights.post_attention_norm, eps, impl=impl)
         if isinstance(self.mlp, MixtureOfExperts):
             return residual, self.mlp.forward(hidden, forced.experts.get(layer)), selection
         return residual, (self.mlp.forward(hidden),), selection
@@ -91,32 +98,72 @@ class GlmModel:
     rope: RopeTable
     groups: tuple[IndexGroup, ...]
     layers: tuple[DecoderLayer, ...]
+    context: ParallelContext
 
     def forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices | None = None) -> Tensor:
         """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new."""
         forced = forced or ForcedChoices()
-        residual = self.weights.embedding.index_select(0, batch.tokens).to(self.numerics.dtype)
+        residual = self.embed(batch.tokens)
         owed: tuple[Tensor, ...] = ()
         rope = self.rope.at(batch.positions)
         for group in self.groups:
             selection: Selection | None = None
             for layer in group.layers:
                 residual, owed, selection = self.layers[layer].forward(residual, owed, rope, batch, cache, selection, forced)
-        return add_rms_norm(residual, owed, self.weights.final_norm, self.config.rms_norm_eps, impl=self.numerics.impl)[1]
+        return self.final_norm(residual, owed, self.weights.final_norm)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T, hidden] in the runtime's dtype, new."""
+        is_cut = self.context.tensor.size > 1 and not self.context.layout.replicates_embedding
+        return embed(tokens, self.weights.embedding, self.numerics.dtype, self.context.tensor, is_cut=is_cut)
+
+    def final_norm(self, residual: Tensor, owed: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+        """[T, hidden], new: what the last layer left, summed and normalised."""
+        owed = sum_owed(owed, self.context.tensor, self.numerics.dtype)
+        return add_rms_norm(residual, owed, weight, self.config.rms_norm_eps, impl=self.numerics.impl)[1]
+
+    def scores(self, hidden: Tensor) -> Scores:
+        """Logits of rows of `forward`'s result, as far as they are here. Rounds: by torch, the product to the runtime's dtype."""
+        own = self.numerics.gemm.linear(hidden, self.weights.head, dtype=torch.float32)
+        return Scores(own, self.numerics.impl, self.context.tensor)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, vocabulary] fp32 from rows of `forward`'s result. Rounds: by torch, the product to the runtime's dtype."""
-        return self.numerics.gemm.linear(hidden, self.weights.head, dtype=torch.float32)
+        """[M, vocabulary] fp32 from rows of `forward`'s result, on every rank. Rounds: as `scores`."""
+        return self.scores(hidden).whole()
+
+
+def sum_owed(owed: tuple[Tensor, ...], tensor: Collectives, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What all tensor ranks owe, where there are several: one summand, or none.
+
+    Rounds: this rank's sum to `dtype`, the runtime's, as it travels; the sum over ranks to it.
+    """
+    if tensor.size == 1 or not owed:
+        return owed
+    total = owed[0].float()
+    for summand in owed[1:]:
+        total = total + summand.float()
+    return (tensor.all_reduce(total.to(dtype).contiguous()),)
 
 
 def build_model(
-    config: GlmConfig, weights: ModelWeights, numerics: Numerics, max_positions: int, max_step_tokens: int | None = None
+    config: GlmConfig,
+    weights: ModelWeights,
+    numerics: Numerics,
+    max_positions: int,
+    max_step_tokens: int | None = None,
+    context: ParallelContext | None = None,
 ) -> GlmModel:
-    """Assemble the model for sequences of at most `max_positions` tokens. max_step_tokens: as `build_index_groups`."""
+    """Assemble the model for sequences of at most `max_positions` tokens. max_step_tokens: as `build_index_groups`.
+
+    context: the rank that has these weights; None is the only one.
+    """
+    context = context or one_rank()
     groups = build_index_groups(config, max_step_tokens)
-    layers = tuple(build_layer(config, weights.layers[layer], numerics, layer, group) for group in groups for layer in group.layers)
+    layers = tuple(
+        build_layer(config, weights.layers[layer], numerics, layer, group, context) for group in groups for layer in group.layers
+    )
     rope = RopeTable.build(max_positions, config.qk_rope_head_dim, config.rope_theta)
-    return GlmModel(config=config, weights=weights, numerics=numerics, rope=rope, groups=groups, layers=layers)
+    return GlmModel(config=config, weights=weights, numerics=numerics, rope=rope, groups=groups, layers=layers, context=context)
 
 
 def build_layer(
@@ -125,6 +172,7 @@ def build_layer(
     numerics: Numerics,
     layer: int,
     group: IndexGroup,
+    context: ParallelContext,
     mla_component: str = MLA_KV,
     index_component: str = INDEX_K,
 ) -> DecoderLayer:
@@ -142,7 +190,7 @@ def build_layer(
     )
     mlp: GatedMlp | MixtureOfExperts
     if isinstance(weights.mlp, MoeWeights):
-        mlp = MixtureOfExperts(config=config, weights=weights.mlp, numerics=numerics)
+        mlp = MixtureOfExperts(config=config, weights=weights.mlp, numerics=numerics, context=context)
     else:
         mlp = GatedMlp(weights=weights.mlp, numerics=numerics)
-    return DecoderLayer(config=config, weights=weights, attention=attention, mlp=mlp, numerics=numerics)
+    return DecoderLayer(config=config, weights=weights, attention=attention, mlp=mlp, numerics=numerics, tensor=context.tensor)

@@ -1,4 +1,8 @@
-"""The feed-forward half of a layer: one gated MLP, or routed experts beside a shared one."""
+"""The feed-forward half of a layer: one gated MLP, or routed experts beside a shared one.
+
+Of several tensor ranks each has inner columns of every MLP, and what it returns is its part of the sum over ranks. Where experts are
+parallel a rank has whole routed experts instead, and of every row's experts it computes those that it has.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +13,8 @@ from glm_runtime.config import GlmConfig
 from glm_runtime.numerics import Numerics
 from glm_runtime.ops.moe_experts import moe_experts
 from glm_runtime.ops.moe_route import Routing, moe_route
+from glm_runtime.parallel.context import ParallelContext
+from glm_runtime.parallel.expert import ExpertPlacement
 from glm_runtime.weights import MlpWeights, MoeWeights
 
 
@@ -20,7 +26,7 @@ class GatedMlp:
     numerics: Numerics
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [T, hidden]. Returns the same shape, new."""
+        """hidden: [T, hidden]. Returns the same shape, new: this tensor rank's part."""
         gemm = self.numerics.gemm
         return gemm.linear(gemm.gated(hidden, self.weights.gate_up), self.weights.down)
 
@@ -32,18 +38,39 @@ class MixtureOfExperts:
     config: GlmConfig
     weights: MoeWeights
     numerics: Numerics
+    context: ParallelContext
 
     def forward(self, hidden: Tensor, forced_experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """hidden: [T, hidden]. forced_experts: as `moe_route`.
 
-        Returns the two summands of y, new: the routed experts' weighed sum, fp32, and the shared expert's output. Whoever adds them
-        to the residual stream rounds the first, then both sums (`add_rms_norm`).
+        Returns the two summands of y, new: the routed experts' weighed sum, fp32, and the shared expert's output, of this tensor rank.
+        Whoever adds them to the residual stream rounds the first, then both sums (`add_rms_norm`).
         """
         gemm = self.numerics.gemm
         logits = gemm.linear(hidden.float(), self.weights.router)  # fp32, whatever the runtime's dtype
         chosen, gates = moe_route(logits, self.weights.bias, self.routing, forced_experts, impl=self.numerics.impl)
-        routed = moe_experts(hidden, chosen, gates, self.weights.gate_up, self.weights.down, gemm=gemm, impl=self.numerics.impl)
-        return routed, self.shared.forward(hidden)
+        return self.routed(hidden, chosen, gates), self.shared.forward(hidden)
+
+    def routed(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+        """[T, hidden] fp32, new: the weighed sum over each row's experts, as far as this rank has them.
+
+        Where all ranks have the same rows nothing travels: each computes what it has, and the sum over tensor ranks completes it.
+        """
+        if self.placement is not None:
+            assert not self.context.layout.shards_rows, "rows of several ranks would have to travel to their experts"
+            chosen = self.placement.here(chosen, self.context.world.rank)
+        return self.local(hidden, chosen, gates)
+
+    def local(self, hidden: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
+        """The experts of this rank, by slot: `LocalExperts`."""
+        weights, numerics = self.weights, self.numerics
+        return moe_experts(hidden, slots, gates, weights.gate_up, weights.down, gemm=numerics.gemm, impl=numerics.impl)
+
+    @cached_property
+    def placement(self) -> ExpertPlacement | None:
+        """Which rank has which experts; None where every rank has all of them, or parts."""
+        layout = self.context.layout
+        return ExpertPlacement.even(self.config.n_routed_experts, layout.ep_size) if layout.ep_size > 1 else None
 
     @cached_property
     def shared(self) -> GatedMlp:

@@ -7,28 +7,17 @@ Embedding, head and rotary table are the target's. Step 0 computes all rows of a
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from glm_runtime.cache_layout import MTP_INDEX_K, MTP_MLA_KV
 from glm_runtime.index_group import Selection, build_mtp_groups
 from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
-from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
-from glm_runtime.ops.top_probability import top_probability
-from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import MtpWeights
-
-
-class Outlook(NamedTuple):
-    """logits: [R, V] fp32. best: [R] int64, the most probable token of each row. chances: [R] fp32, its probability."""
-
-    logits: Tensor
-    best: Tensor
-    chances: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,24 +34,21 @@ class MtpLayer:
         hidden: [T, hidden], of the rows' positions, after the norm that made it. selection: None lets the layer's own indexer choose
         and stores index keys (step 0). Returns m [T, hidden], new, and the selection.
         """
-        target, eps = self.target, self.target.config.rms_norm_eps
-        impl = target.numerics.impl
-        norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, eps)
-        halves = embed_eh_norm(batch.tokens, batch.positions, hidden, target.weights.embedding, norms, impl=impl)
+        target = self.target
+        norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, target.config.rms_norm_eps)
+        tokens, embedding = batch.tokens, target.weights.embedding
+        if target.context.tensor.size > 1:
+            # Row t of the embedded tokens is token t's.
+            tokens, embedding = torch.arange(batch.tokens.shape[0]), target.embed(batch.tokens)
+        halves = embed_eh_norm(tokens, batch.positions, hidden, embedding, norms, impl=target.numerics.impl)
         x = target.numerics.gemm.linear(halves, self.weights.projection)
         rope = target.rope.at(batch.positions)
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
-        return add_rms_norm(residual, owed, self.weights.final_norm, eps, impl=impl)[1], selection
-
-    def outlook(self, hidden: Tensor) -> Outlook:
-        """What follows rows [R, hidden] of `forward`'s result."""
-        logits, impl = self.target.logits(hidden), self.target.numerics.impl
-        best = vocab_argmax(logits, impl=impl)
-        return Outlook(logits, best.ids, top_probability(logits, best.values, impl=impl))
+        return target.final_norm(residual, owed, self.weights.final_norm), selection
 
 
 def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None = None) -> MtpLayer:
     """The MTP layer of a model: an index group of its own, with components of its own in the cache."""
     (group,) = build_mtp_groups(target.config, max_step_tokens)
-    layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, MTP_MLA_KV, MTP_INDEX_K)
+    layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, target.context, MTP_MLA_KV, MTP_INDEX_K)
     return MtpLayer(target=target, weights=weights, layer=layer)

@@ -14,7 +14,6 @@ from glm_runtime.index_group import Selection
 from glm_runtime.model import GlmModel
 from glm_runtime.native.library import library
 from glm_runtime.native.recording import Recording, record
-from glm_runtime.numerics import Numerics
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.step_batch import StepBatch
@@ -26,9 +25,12 @@ MOST_RECORDED_BYTES = 32 << 20
 """Of what a recording makes. Where it is more, the kernels have so much to do that Python does not count."""
 
 
-def can_record(numerics: Numerics) -> bool:
-    """Whether steps can be alike: in fast mode lists are as wide as the longest context, and prompts may take another form."""
-    return numerics.impl == "native" and numerics.is_deterministic
+def can_record(model: GlmModel) -> bool:
+    """Whether steps can be alike: in fast mode lists are as wide as the longest context, and prompts may take another form.
+
+    What several ranks exchange is no kernel's.
+    """
+    return model.numerics.impl == "native" and model.numerics.is_deterministic and model.context.world.size == 1
 
 
 class Computed(NamedTuple):
@@ -50,7 +52,7 @@ class RecordedForward:
         self._compute = compute
         self._model = model
         self._table_blocks = -(-model.rope.cos.shape[0] // cache.block_size_tokens)
-        self._most_rows = MOST_RECORDED_ROWS if can_record(model.numerics) else 0
+        self._most_rows = MOST_RECORDED_ROWS if can_record(model) else 0
         self._steps: dict[tuple[int, bool], _Step] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""One loaded model of one rank: configuration, cache layout and weights, ready to be bound to a pool of blocks."""
+"""One rank's loaded model: configuration, cache layout and weights, ready to be bound to a pool of blocks."""
 
 import logging
 from dataclasses import dataclass
@@ -18,6 +18,10 @@ from glm_runtime.numerics import make_numerics, weight_dtype
 from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.context import ParallelContext, one_rank
+from glm_runtime.parallel.expert import ExpertPlacement
+from glm_runtime.parallel.layout import check_layout
+from glm_runtime.parallel.weight_cut import WeightCut, cut_weights
 from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig, choose_max_drafts
 from glm_runtime.weights import LoadProgress, gemm_shapes, load_weights
 from kv_transfer.errors import ConfigError
@@ -43,12 +47,17 @@ class GlmRuntime:
     mtp: MtpLayer | None
 
     @classmethod
-    def load(cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None) -> "GlmRuntime":
+    def load(
+        cls, runtime_config: RuntimeConfig, on_progress: LoadProgress | None = None, context: ParallelContext | None = None
+    ) -> "GlmRuntime":
         """Read and check the checkpoint and load its weights; takes seconds to minutes. Sets torch's thread count for the process.
 
-        Raises ConfigError as `check_checkpoint` and `choose_cache_formats` do, when `cache_bytes` holds no block, when a length is not
-        what the model can do, and when the deterministic mode cannot be had on this machine.
+        context: which rank of `runtime_config.parallel` this is, and whom it meets; None is the only one.
+        Raises ConfigError as `check_checkpoint`, `check_layout` and `choose_cache_formats` do, when `cache_bytes` holds no block, when a
+        length is not what the model can do, when the context is of another layout, and when the deterministic mode cannot be had on this
+        machine.
         """
+        context = context or one_rank()
         directory = Path(runtime_config.checkpoint)
         config = check_checkpoint(directory)
         version = checkpoint_digest(directory)
@@ -63,24 +72,29 @@ class GlmRuntime:
             with_mtp=max_drafts > 0,
         )
         check_runtime_config(runtime_config, config, layout)
+        if context.layout != runtime_config.parallel:
+            asked, given = runtime_config.parallel.describe(), context.layout.describe()
+            raise ConfigError(f"is '{asked}', and this process is a rank of '{given}'", path="runtime.parallel")
         if runtime_config.num_threads is not None:
             torch.set_num_threads(runtime_config.num_threads)
         impl: Impl = "native" if choose_kernels(runtime_config.kernels) else "cpu"
         is_packed, dtype = impl == "native", weight_dtype(runtime_config.numerics, config)
-        weights = load_weights(directory, config, dtype, on_progress, is_packed=is_packed, with_mtp=max_drafts > 0)
+        cut = _cut(config, context)
+        weights = load_weights(directory, config, dtype, on_progress, is_packed=is_packed, with_mtp=max_drafts > 0, cut=cut)
         shapes = set() if is_packed else gemm_shapes(weights) | {(config.index_head_dim, KEY_TILE_TOKENS)}
         numerics = make_numerics(runtime_config.numerics, config, shapes, impl)
         longest = runtime_config.max_model_len_tokens or config.max_position_embeddings
-        model = build_model(config, weights, numerics, longest, runtime_config.max_step_tokens)
+        model = build_model(config, weights, numerics, longest, runtime_config.max_step_tokens, context)
         logger.info(
             "cache formats chosen requested=%s backend=%s device=%s cache_format=%s index_format=%s index_scale=%s bytes_per_token=%g",
             runtime_config.cache_format, formats.backend, SERVING_DEVICE, formats.main, formats.index, formats.index_scale,
             layout.bytes_per_token,
         )  # fmt: skip
         logger.info(
-            "model loaded checkpoint=%s weights_version=%s numerics=%s kernels=%s row_tile=%d threads=%d block_bytes=%d max_drafts=%d",
+            "model loaded checkpoint=%s weights_version=%s numerics=%s kernels=%s row_tile=%d threads=%d block_bytes=%d max_drafts=%d "
+            "layout='%s' rank=%d",
             directory, version, numerics.mode, numerics.impl, numerics.gemm.row_tile, torch.get_num_threads(), layout.block_bytes,
-            max_drafts,
+            max_drafts, context.layout.describe(), context.rank,
         )  # fmt: skip
         return cls(
             runtime_config=runtime_config,
@@ -121,8 +135,15 @@ class GlmRuntime:
         )
 
 
+def _cut(config: GlmConfig, context: ParallelContext) -> WeightCut:
+    layout = context.layout
+    experts = ExpertPlacement.even(config.n_routed_experts, layout.ep_size).slots[context.rank] if layout.ep_size > 1 else None
+    return cut_weights(layout, context.rank, experts)
+
+
 def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layout: CacheLayout) -> None:
     """Refuse what cannot run, before weights are read. Raises ConfigError naming the field."""
+    check_layout(runtime_config.parallel, config)
     if runtime_config.cache_bytes < layout.block_bytes:
         raise ConfigError(
             f"is {runtime_config.cache_bytes}; one block of {layout.block_size_tokens} tokens takes {layout.block_bytes} bytes",

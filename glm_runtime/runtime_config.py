@@ -1,10 +1,11 @@
 """How one rank runs the model: what to load, in which numerics, with how much cache. No dimensions of the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from glm_runtime.config import GlmConfig
+from glm_runtime.parallel.layout import ParallelLayout
 
 CacheFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
 IndexFormatChoice = Literal["auto", "bf16", "fp32", "fp8", "mxfp4"]
@@ -22,6 +23,7 @@ MOST_DRAFTS = 8
 class RuntimeConfig:
     """One rank's runtime.
 
+    parallel: how the replica is cut, of which this is one rank; sizes and thread counts below are each rank's.
     attention_backend: whose kernels read the MLA cache; "auto" takes this runtime's own. cache_format: of the MLA cache; "auto" and
     "fp8" become what the backend reads on this device. index_format: of the index keys; "auto" follows the MLA cache. index_scale:
     bytes of an index key's scale; "auto" follows format and device. `cache_format.py` has the table of all four.
@@ -54,6 +56,7 @@ class RuntimeConfig:
     adapts_drafts: bool = True
     min_draft_probability: float | None = None
     verification: VerificationChoice = "exact"
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)
 
 
 def choose_max_drafts(runtime_config: RuntimeConfig, config: GlmConfig) -> int:

@@ -7,12 +7,14 @@ tokens, `P` blocks of the pool, `B` blocks of a table, `K` top-k, `E` experts. B
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from glm_runtime.paged_cache import CacheRegion
 
 
 class RowSpan(NamedTuple):
@@ -65,12 +67,19 @@ class ScoredRows:
         return torch.from_numpy(np.array(starts)[:, None] + np.arange(self.members[0].num_rows))
 
 
+class KeyExchange(Protocol):
+    """Other ranks that compute rows of the same step, and whose keys this step's rows attend to as well."""
+
+    def exchange(self, regions: Sequence[CacheRegion]) -> None:
+        """Store the other ranks' keys of this step here, too. regions: in which this rank has stored its own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
     """Rows [num_rows, T) are padding: token 0 at position 0, stored nowhere, seeing nothing.
 
     tokens, positions, slots, row_sequences: [T] int64; slots are -1 on padding. block_tables: [R, B] int64, filled with 0.
-    visible: [T] int64, tokens a row may attend to, itself included; 0 on padding.
+    visible: [T] int64, tokens a row may attend to, itself included; 0 on padding. key_exchange: where ranks share the step's rows.
     """
 
     tokens: Tensor
@@ -83,6 +92,13 @@ class StepBatch:
     scored: tuple[ScoredRows, ...]
     num_rows: int
     max_visible: int
+    key_exchange: KeyExchange | None = None
+
+
+def exchange_keys(batch: StepBatch, regions: Sequence[CacheRegion]) -> None:
+    """After a layer has stored its rows' keys in `regions`, and before a row attends to them: have the other ranks' as well."""
+    if batch.key_exchange is not None:
+        batch.key_exchange.exchange(regions)
 
 
 def group_scored_rows(

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from glm_runtime.config import GlmConfig
+from glm_runtime.parallel.weight_cut import WeightCut
 from glm_runtime.runtime_config import NumericsChoice
 
 
@@ -63,16 +64,27 @@ def count_parameters(config: GlmConfig) -> ParameterCounts:
     )
 
 
-def loaded_weight_bytes(config: GlmConfig, numerics: NumericsChoice, narrow: Container[str] = (), *, with_mtp: bool = False) -> int:
+def loaded_weight_bytes(
+    config: GlmConfig,
+    numerics: NumericsChoice,
+    narrow: Container[str] = (),
+    *,
+    with_mtp: bool = False,
+    cut: WeightCut | None = None,
+) -> int:
     """Memory that the weights take here, whatever format they are stored in: all are dequantised when they load.
 
-    with_mtp: the MTP layer's too. narrow: tensors that stay bf16 although the runtime computes in fp32; for the compiled kernels, those
-    stored so. Quantised ones whose values are exactly bf16 stay so too, which only loading can tell: with them it is an upper bound.
+    cut: the parts of a rank; None is everything. with_mtp: the MTP layer's too. narrow: tensors that stay bf16 although the runtime
+    computes in fp32; for the compiled kernels, those stored so. Quantised ones whose values are exactly bf16 stay so too, which only
+    loading can tell: with them it is an upper bound.
     """
     is_wide = numerics == "deterministic" or config.dtype == "float32"
     left_out = () if with_mtp else tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
-    loaded = ((name, spec) for name, spec in tensor_table(config).items() if not name.startswith(left_out))
-    return sum(spec.num_elements * (4 if is_wide and name not in narrow else 2) for name, spec in loaded)
+    cut = cut or WeightCut()
+    loaded = {
+        name: cut.shape(name, spec.shape) for name, spec in tensor_table(config).items() if not name.startswith(left_out) and cut.has(name)
+    }
+    return sum(math.prod(shape) * (4 if is_wide and name not in narrow else 2) for name, shape in loaded.items())
 
 
 def _global_tensors(config: GlmConfig) -> Iterator[tuple[str, TensorSpec]]:

@@ -3,7 +3,7 @@
 Knows which checkpoint tensors make one operand. Does not know how they are multiplied (`attention.py`, `indexer.py`, `moe.py`).
 For torch, operands are contiguous and of the runtime's dtype, except what is fp32 always (router, norms, biases). For the compiled
 kernels they are packed, as bf16 where that loses nothing. One operand is made at a time, so that loading takes little more memory
-than the model.
+than the model. Of several ranks each makes operands of its parts alone (`parallel/weight_cut.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.packed_matrix import Operand, StackPacker, pack
+from glm_runtime.parallel.weight_cut import WeightCut
 from glm_runtime.stored_tensors import StoredTensor, stored_tensors
 from glm_runtime.tensor_check import check_tensors
 from glm_runtime.tensor_reader import TensorReader
@@ -27,7 +28,7 @@ LoadProgress = Callable[[int, int], None]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
     """projections [Q + C + R, hidden] = [q_a; kv_a]; q_b [H * (N + R), Q]; key_up [H, N, C] and value_up [H, C, V] are kv_b by head,
-    packed for `Products.heads` where they are packed."""
+    packed for `Products.heads` where they are packed. H are the rank's heads; of q_b and key_up there may be more (`WeightCut`)."""
 
     projections: Operand
     q_norm: Tensor
@@ -58,7 +59,8 @@ class MlpWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeWeights:
-    """router [E, hidden] and bias [E], fp32; gate_up [E, 2 I, hidden]; down [E, hidden, I]; the shared expert."""
+    """router [E, hidden] and bias [E], fp32, of all experts; gate_up [slots, 2 I, hidden] and down [slots, hidden, I] of those that are
+    here; the shared expert."""
 
     router: Operand
     bias: Tensor
@@ -91,7 +93,8 @@ class MtpWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelWeights:
-    """embedding and head [vocabulary, hidden]; the layers in order; final_norm [hidden] fp32; mtp is None where it is not run.
+    """embedding and head [vocabulary, hidden], or the rank's rows of them; the layers in order; final_norm [hidden] fp32; mtp is None
+    where it is not run.
 
     The embedding is only looked up: beside packed operands it stays bf16 where it is stored so, whatever the runtime's dtype.
     """
@@ -111,17 +114,20 @@ def load_weights(
     *,
     is_packed: bool = False,
     with_mtp: bool = False,
+    cut: WeightCut | None = None,
 ) -> ModelWeights:
     """Read, dequantise and fuse the weights; the MTP layer's tensors are always checked, and read only with_mtp.
 
-    is_packed: for the compiled kernels. With dtype fp32 no value is rounded, and what is exactly bf16 is kept as that.
+    cut: the parts of a rank; None is everything. is_packed: for the compiled kernels. With dtype fp32 no value is rounded, and what is
+    exactly bf16 is kept as that.
     Raises ConfigError as `check_checkpoint`, and naming the file when its bytes cannot be read.
     """
     stored = stored_tensors(directory)
     check_tensors(config, stored, directory)
-    meter = _Meter(stored, config, on_progress, with_mtp)
+    cut = cut or WeightCut()
+    meter = _Meter(stored, config, cut, on_progress, with_mtp)
     with TensorReader(stored, meter.count) as reader:
-        source = TensorSource(reader, tensor_table(config), dtype, is_packed=is_packed)
+        source = TensorSource(reader, tensor_table(config), dtype, cut, is_packed=is_packed)
         return ModelWeights(
             embedding=source.looked_up("model.embed_tokens.weight"),
             layers=tuple(
@@ -135,11 +141,13 @@ def load_weights(
 
 
 class _Meter:
-    """Counts the bytes of the tensors as they are read."""
+    """Counts the bytes of the tensors that a rank reads anything of, as they are read; what it skips of them counts as read."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], config: GlmConfig, on_progress: LoadProgress | None, with_mtp: bool) -> None:
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], config: GlmConfig, cut: WeightCut, on_progress: LoadProgress | None, with_mtp: bool
+    ) -> None:
         mtp_prefixes = () if with_mtp else tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
-        self._bytes_total = sum(t.header.num_bytes for name, t in stored.items() if not name.startswith(mtp_prefixes))
+        self._bytes_total = sum(t.header.num_bytes for name, t in stored.items() if not name.startswith(mtp_prefixes) and cut.has(name))
         self._bytes_read = 0
         self._on_progress = on_progress
 
@@ -150,12 +158,16 @@ class _Meter:
 
 
 class TensorSource:
-    """Operands by the names of their checkpoint tensors, each in the runtime's dtype and new.
+    """Operands by the names of their checkpoint tensors, each in the runtime's dtype and new; of each tensor the part that `cut` says.
 
-    Rounds: a dequantised product once, from fp32. Each tensor is dequantised by itself: no scale block spans two of them.
+    Rounds: a dequantised product once, from fp32. Each tensor is dequantised by itself, and before it is cut: no scale block spans two of
+    them, but a rank's part need not begin where one does.
     """
 
-    def __init__(self, reader: TensorReader, table: Mapping[str, TensorSpec], dtype: torch.dtype, *, is_packed: bool = False) -> None:
+    def __init__(
+        self, reader: TensorReader, table: Mapping[str, TensorSpec], dtype: torch.dtype, cut: WeightCut, *, is_packed: bool = False
+    ) -> None:
+        self.cut = cut
         self._reader = reader
         self._table = table
         self._dtype = dtype
@@ -202,7 +214,7 @@ class TensorSource:
         return self._stacks([names])[0]
 
     def _stacks(self, items: Sequence[Sequence[str]]) -> Tensor:
-        heights = [self._table[name].shape[0] for name in items[0]]
+        heights = [self._shape([name])[0] for name in items[0]]
         operand = torch.empty(len(items), *self._shape(items[0]), dtype=self._dtype)
         for item, names in zip(operand, items, strict=True):
             for rows, name in zip(item.split(heights), names, strict=True):
@@ -210,7 +222,8 @@ class TensorSource:
         return operand
 
     def _shape(self, names: Sequence[str]) -> tuple[int, int]:
-        return sum(self._table[name].shape[0] for name in names), self._table[names[0]].shape[1]
+        shapes = [self.cut.shape(name, self._table[name].shape) for name in names]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
 
     def _exact(self, name: str) -> Tensor:
         """The weight in the runtime's dtype, except that what is stored as bf16 is not widened: packing would narrow it again."""
@@ -218,7 +231,10 @@ class TensorSource:
         return wide if wide.dtype == torch.bfloat16 else wide.to(self._dtype)
 
     def _wide(self, name: str) -> Tensor:
-        return self._reader.wide(name, self._table[name])
+        spec = self._table[name]
+        rows, columns = self.cut.parts(name)
+        wide = self._reader.wide(name, spec, rows.of(spec.shape[0]))
+        return wide if columns.size == 1 else wide[:, columns.of(spec.shape[1])].contiguous()
 
 
 def gemm_shapes(weights: ModelWeights) -> set[tuple[int, int]]:
@@ -270,14 +286,16 @@ def _layer(source: TensorSource, config: GlmConfig, layer: int, *, has_indexer: 
 
 def _attention(source: TensorSource, config: GlmConfig, prefix: str) -> AttentionWeights:
     # Dequantised as a whole before it is split: a head's rows are not a multiple of the scale's 128.
-    by_head = source.looked_up(prefix + "kv_b_proj.weight").view(config.num_attention_heads, -1, config.kv_lora_rank)
+    by_head = source.looked_up(prefix + "kv_b_proj.weight")
+    by_head = by_head.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
+    own = source.cut.own_query_heads.of(by_head.shape[0])
     return AttentionWeights(
         projections=source.operand(prefix + "q_a_proj.weight", prefix + "kv_a_proj_with_mqa.weight"),
         q_norm=source.fp32(prefix + "q_a_layernorm.weight"),
         kv_norm=source.fp32(prefix + "kv_a_layernorm.weight"),
         q_b=source.operand(prefix + "q_b_proj.weight"),
         key_up=source.heads(by_head[:, : config.qk_nope_head_dim]),
-        value_up=source.heads(by_head[:, config.qk_nope_head_dim :].transpose(1, 2)),
+        value_up=source.heads(by_head[own, config.qk_nope_head_dim :].transpose(1, 2)),
         output=source.operand(prefix + "o_proj.weight"),
     )
 
@@ -297,7 +315,8 @@ def _mlp(source: TensorSource, prefix: str) -> MlpWeights:
 
 
 def _moe(source: TensorSource, config: GlmConfig, prefix: str) -> MoeWeights:
-    experts = [f"{prefix}experts.{expert}." for expert in range(config.n_routed_experts)]
+    numbers = range(config.n_routed_experts) if source.cut.experts is None else source.cut.experts
+    experts = [f"{prefix}experts.{expert}." for expert in numbers]
     return MoeWeights(
         router=source.fp32_operand(prefix + "gate.weight"),
         bias=source.fp32(prefix + "gate.e_score_correction_bias"),

@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis's fixed profile and the one running cluster of the session."""
+"""What all tests share: hypothesis's fixed profile, the one running cluster of the session and the one pool of ranks."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -10,6 +10,7 @@ import pytest
 from tests.running_cluster import RunningCluster, start_cluster
 
 if TYPE_CHECKING:
+    from tests.rank_pool import RankPool
     from tests.reference import Reference
 
 SHARED_CLUSTER_CONFIG = """
@@ -57,3 +58,15 @@ def reference() -> "Reference":
     from tests.reference import Reference
 
     return Reference()
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator["RankPool"]:
+    """Processes that act as ranks. Imported, and started one by one, when a test needs them."""
+    from tests.rank_pool import RankPool
+
+    pool = RankPool()
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from glm_runtime.mtp import Outlook
 from glm_runtime.engine.draft_stop import StopRule, is_kept, pays_another_step
 from glm_runtime.ops.impl import Impl
-from glm_runtime.ops.top_probability import top_probability
-from glm_runtime.ops.vocab_argmax import vocab_argmax
 from glm_runtime.sampling.ratio_test import DraftSource, Probabilities, propose
+from glm_runtime.vocabulary import KnownScores, Scores
 
 
 class DraftRun:
@@ -35,22 +33,22 @@ class DraftRun:
         self.proposals: list[list[Probabilities]] = [[] for _ in wanted]
 
     def take(self, logits: Tensor) -> Tensor | None:
-        """`take_outlook` of the best tokens of rows of logits [R, V] fp32."""
-        best = vocab_argmax(logits, impl=self._impl)
-        return self.take_outlook(Outlook(logits, best.ids, top_probability(logits, best.values, impl=self._impl)))
+        """`take_scores` of whole logits, [R, V] fp32."""
+        return self.take_scores(Scores(logits, self._impl))
 
-    def take_outlook(self, outlook: Outlook) -> Tensor | None:
-        """Guess after every row: [R] int64, or None when nobody goes on.
+    def take_scores(self, scores: Scores | KnownScores) -> Tensor | None:
+        """Guess after every row: [R] int64, or None when nobody goes on. On all ranks the same.
 
         Rows of sequences that have stopped are computed with the others: a draft step costs about the same with them.
         """
-        ids = outlook.best
+        best, chances = scores.best_with_chances() if self._rule is not None else (scores.best(), None)
+        ids = best.ids
         if any(self._sources):
-            ids = self._draw(outlook.logits, ids)
+            ids = self._draw(scores.whole(), ids)
         self._tokens.append(ids.tolist())
         going = self._going
-        if self._rule is not None:
-            probabilities = outlook.chances.tolist()
+        if self._rule is not None and chances is not None:
+            probabilities = chances.tolist()
             for row in going:
                 if not self._sources or self._sources[row] is None:
                     self._chances[row] *= probabilities[row]

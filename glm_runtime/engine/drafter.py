@@ -111,7 +111,7 @@ class Drafter:
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
-        self.num_steps = self._steps.run(recycled, batch, selection, rows, run.take_outlook)
+        self.num_steps = self._steps.run(recycled, batch, selection, rows, run.take_scores)
         for name, proposed, num_kept in zip(names, run.proposals, run.num_kept, strict=True):
             if proposed:
                 self.proposals[name] = proposed[:num_kept]

@@ -1,4 +1,8 @@
-"""Executes step plans on the model: the only caller of the forward pass in serving."""
+"""Executes step plans on the model: the only caller of the forward pass in serving.
+
+With several ranks every one of them runs the same plan at the same time. What they compute together is equal on all of them; what is
+drawn, the worker's leading rank draws and tells the others. So all make the same drafts, and all meet in the same exchanges.
+"""
 
 import time
 from collections.abc import Mapping
@@ -12,10 +16,10 @@ from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.drafter import Drafter
 from glm_runtime.engine.step_plan import StepPlan, StepResult
-from glm_runtime.engine.step_sampling import draw, score_prompts
+from glm_runtime.engine.step_sampling import draw, lend_scores, score_prompts, tell_samples
 from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
-from glm_runtime.ops.vocab_argmax import Best, vocab_argmax
+from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
@@ -45,7 +49,9 @@ class ModelRunner:
         With an MTP layer its keys are stored for every row that stands, and the drafts of the next step are made. When it returns,
         every store into the plan's blocks is complete. An empty plan returns an empty result. Raises AssertionError for a plan that
         breaks the rules of `SequenceSlice`, EngineFault when a row to sample has logits that are not finite (damaged weights or a
-        damaged cache).
+        damaged cache): on all ranks together.
+
+        On ranks that do not lead their worker the result has no log-probabilities.
         """
         if not plan.slices:
             return StepResult(step_number=plan.step_number, samples={})
@@ -56,10 +62,15 @@ class ModelRunner:
             seeded_at_s = time.perf_counter()
             hidden = self.forward(plan)
             logits_of = partial(self._finite_logits, plan)
-            proposals = self._drafter.proposals if self._drafter is not None else None
-            drawn = draw(plan, hidden, logits_of, self._verification, proposals)
-            samples = {name: tuple([each.token for each in standing]) for name, standing in drawn.items()}
-            prompt_logprobs = score_prompts(plan, hidden, logits_of)
+            drawn: Mapping[SequenceId, tuple[Sample, ...]] = {}
+            prompt_logprobs: Mapping[SequenceId, tuple[TokenLogprobs, ...]] = {}
+            if self.model.context.leads:
+                proposals = self._drafter.proposals if self._drafter is not None else None
+                drawn = draw(plan, hidden, logits_of, self._verification, proposals)
+                prompt_logprobs = score_prompts(plan, hidden, logits_of)
+            else:
+                lend_scores(plan, hidden, logits_of, self._verification)
+            samples = tell_samples(plan, drawn, self.model.context.worker)
             drawn_at_s = time.perf_counter()
             drafts = self._drafter.follow(plan, hidden, samples) if self._drafter is not None else {}
             return StepResult(
@@ -90,12 +101,13 @@ class ModelRunner:
         padded = forced.padded(batch.tokens.shape[0]) if forced is not None else None
         return self.model.forward(batch, self.cache, padded)[: batch.num_rows]
 
-    def _finite_logits(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, Best]:
-        logits = self.model.logits(hidden)
-        best = vocab_argmax(logits, impl=self.model.numerics.impl)
+    def _finite_logits(self, plan: StepPlan, hidden: Tensor, is_whole: bool) -> tuple[Tensor, Best]:
+        scores = self.model.scores(hidden)
+        best = scores.best()
         if not best.is_finite.all():
             raise EngineFault("logits are not finite: the weights or the cache are damaged", step_number=plan.step_number)
-        return logits, best
+        # Ranks that share only rows with the one that draws have nothing to lend it.
+        return scores.whole() if is_whole and self.model.context.place.prefill == 0 else scores.own, best
 
 
 def _told_logprobs(drawn: Mapping[SequenceId, tuple[Sample, ...]]) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:

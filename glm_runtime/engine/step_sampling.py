@@ -1,9 +1,11 @@
 """From the hidden states of a step to what its slices asked for: tokens drawn, drafts verified, prompts scored.
 
 Knows: which rows of a plan draw a token, and what each of them sees. Does not know how a token is drawn (`glm_runtime.sampling`).
+Of several ranks one draws and scores; the others only lend their parts of the logits (`lend_scores`), for the same rows in the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,17 +14,18 @@ from torch import Tensor
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.engine.verification import accepted_run
 from glm_runtime.ops.vocab_argmax import Best
+from glm_runtime.parallel.collectives import Collectives
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.logprobs import token_logprobs
-from glm_runtime.sampling.parameters import is_greedy
+from glm_runtime.sampling.parameters import has_processors, is_greedy
 from glm_runtime.sampling.ratio_test import DraftedRun, Probabilities, verify_runs
 from glm_runtime.sampling.rows import Sample, SampleRow
 from glm_runtime.sampling.sampler import sample_rows
 from kv_transfer.identity import SequenceId
 from kv_transfer.messages import TokenLogprobs
 
-LogitsOf = Callable[[Tensor], tuple[Tensor, Best]]
-"""fp32 logits [M, V] of rows of hidden states, and the best of each row."""
+LogitsOf = Callable[[Tensor, bool], tuple[Tensor, Best]]
+"""fp32 logits [M, V] of rows of hidden states, and the best of each row. Without the flag the logits may be of a part of the vocabulary."""
 
 Proposals = Mapping[SequenceId, Sequence[Probabilities]]
 
@@ -37,22 +40,61 @@ def draw(
 
     hidden: [rows, hidden] of all the plan's rows. proposals: what drafts were drawn from, by sequence, where `verification` is "ratio".
     """
+    asking = [piece for piece in plan.slices if piece.sampling is not None]
+    if not asking:
+        return {}
+    rows = [row for piece in asking for row in _rows(piece)]
+    logits, best = logits_of(_sampled(plan, hidden), needs_logits(asking, verification))
+    if verification == "exact":
+        return _drawn(asking, sample_rows(logits, rows, best))
+    return _draw_by_ratio(asking, rows, logits, proposals or {})
+
+
+def needs_logits(asking: Sequence[SequenceSlice], verification: VerificationChoice) -> bool:
+    """Whether more than the best token of each row is looked at. By parameters alone, so that all ranks say the same."""
+    return verification != "exact" or any(_needs_logits(piece) for piece in asking)
+
+
+def _needs_logits(piece: SequenceSlice) -> bool:
+    given = piece.sampling
+    assert given is not None, "the slice draws nothing"
+    return not is_greedy(given) or given.logprobs >= 0 or given.grammar is not None or has_processors(given, piece.token_index)
+
+
+def _sampled(plan: StepPlan, hidden: Tensor) -> Tensor:
+    """The rows of `hidden` after which a token is drawn."""
     places: list[int] = []
-    rows: list[SampleRow] = []
-    asking = []
     end = 0
     for piece in plan.slices:
         end += len(piece.tokens)
         if piece.sampling is not None:
             places += range(end - piece.num_drafts - 1, end)
-            rows += _rows(piece)
-            asking.append(piece)
-    if not rows:
+    return hidden if len(places) == len(hidden) else hidden.index_select(0, torch.tensor(places))
+
+
+def lend_scores(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf, verification: VerificationChoice) -> None:
+    """Ask for what `draw` and `score_prompts` ask for, on a rank that does neither."""
+    asking = [piece for piece in plan.slices if piece.sampling is not None]
+    if asking:
+        logits_of(_sampled(plan, hidden), needs_logits(asking, verification))
+    for rows, _, _ in _scored(plan, hidden):
+        logits_of(rows, True)
+
+
+def tell_samples(plan: StepPlan, drawn: Mapping[SequenceId, tuple[Sample, ...]], worker: Collectives) -> dict[SequenceId, tuple[int, ...]]:
+    """The tokens that stand, by sequence, on every rank of the worker. drawn: the leading rank's; of the others nothing is read."""
+    if worker.size == 1:
+        return {name: tuple([each.token for each in standing]) for name, standing in drawn.items()}
+    asking = [piece for piece in plan.slices if piece.sampling is not None]
+    if not asking:
         return {}
-    logits, best = logits_of(hidden if len(rows) == len(hidden) else hidden.index_select(0, torch.tensor(places)))
-    if verification == "exact":
-        return _drawn(asking, sample_rows(logits, rows, best))
-    return _draw_by_ratio(asking, rows, logits, proposals or {})
+    firsts = list(accumulate([2 + piece.num_drafts for piece in asking], initial=0))  # of each: how many, then at most drafts + 1
+    table = torch.zeros(firsts[-1], dtype=torch.int64)
+    for piece, first in zip(asking, firsts, strict=False):
+        tokens = [each.token for each in drawn.get(piece.sequence_id, ())]
+        table[first : first + 1 + len(tokens)] = torch.tensor([len(tokens), *tokens])
+    told: list[int] = worker.broadcast(table).tolist()
+    return {piece.sequence_id: tuple(told[first + 1 : first + 1 + told[first]]) for piece, first in zip(asking, firsts, strict=False)}
 
 
 def _draw_by_ratio(
@@ -112,18 +154,19 @@ def _rows(piece: SequenceSlice) -> Iterator[SampleRow]:
 
 def score_prompts(plan: StepPlan, hidden: Tensor, logits_of: LogitsOf) -> Mapping[SequenceId, tuple[TokenLogprobs, ...]]:
     """Log-probabilities of `SequenceSlice.following`, by sequence; always of the model's own distribution."""
-    scored = {}
-    start = 0
-    for piece in plan.slices:
-        if piece.following:
-            scored[piece.sequence_id] = tuple(_score(hidden[start:], piece.following, piece.num_prompt_logprobs, logits_of))
-        start += len(piece.tokens)
+    scored: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
+    for rows, piece, tokens in _scored(plan, hidden):
+        logits = logits_of(rows, True)[0].cpu().numpy().astype(np.float64)
+        told = [token_logprobs(row, token, piece.num_prompt_logprobs) for token, row in zip(tokens, logits, strict=True)]
+        scored[piece.sequence_id] = (*scored.get(piece.sequence_id, ()), *told)
     return scored
 
 
-def _score(hidden: Tensor, following: Sequence[int], num_top: int, logits_of: LogitsOf) -> Iterator[TokenLogprobs]:
-    for first in range(0, len(following), PROMPT_ROWS_AT_ONCE):
-        tokens = following[first : first + PROMPT_ROWS_AT_ONCE]
-        logits = logits_of(hidden[first : first + len(tokens)])[0].cpu().numpy().astype(np.float64)
-        for token, row in zip(tokens, logits, strict=True):
-            yield token_logprobs(row, token, num_top)
+def _scored(plan: StepPlan, hidden: Tensor) -> Iterator[tuple[Tensor, SequenceSlice, Sequence[int]]]:
+    """Rows of `hidden`, a few at a time, whose slice they are of, and the prompt token after each."""
+    start = 0
+    for piece in plan.slices:
+        for first in range(0, len(piece.following), PROMPT_ROWS_AT_ONCE):
+            tokens = piece.following[first : first + PROMPT_ROWS_AT_ONCE]
+            yield hidden[start + first : start + first + len(tokens)], piece, tokens
+        start += len(piece.tokens)

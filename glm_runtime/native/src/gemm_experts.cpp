@@ -10,16 +10,17 @@ namespace {
 
 constexpr int64_t kSumColumns = 512;  // of one row, summed as one piece of work
 
-// Assignments (row, place in its list) in the order of experts; what was chosen by nobody does not appear.
+// Assignments (row, place in its list) in the order of experts; what was chosen by nobody does not appear, nor what is elsewhere (< 0).
 struct Routes {
     std::vector<int64_t> experts, begins;  // the experts that were chosen, and where their assignments begin; one more begin at the end
-    std::vector<int64_t> rows, places;     // sorted place -> row; assignment -> sorted place
+    std::vector<int64_t> rows, places;     // sorted place -> row; assignment -> sorted place, or -1
 
     void sort(const int64_t* chosen, int64_t num_rows, int64_t num_chosen, int64_t num_experts) {
         const int64_t count = num_rows * num_chosen;
         std::vector<int64_t>& next = begins;
         next.assign(size_t(num_experts) + 1, 0);
-        for (int64_t i = 0; i < count; ++i) ++next[size_t(chosen[i]) + 1];
+        for (int64_t i = 0; i < count; ++i)
+            if (chosen[i] >= 0) ++next[size_t(chosen[i]) + 1];
         experts.clear();
         for (int64_t e = 0; e < num_experts; ++e) {
             if (next[size_t(e) + 1] > 0) experts.push_back(e);
@@ -27,15 +28,17 @@ struct Routes {
         }
         std::vector<int64_t> hit_begins;
         for (int64_t e : experts) hit_begins.push_back(next[size_t(e)]);
-        rows.resize(size_t(count));
-        places.resize(size_t(count));
+        const int64_t num_here = next[size_t(num_experts)];
+        rows.resize(size_t(num_here));
+        places.assign(size_t(count), -1);
         for (int64_t i = 0; i < count; ++i) {
+            if (chosen[i] < 0) continue;
             const int64_t place = next[size_t(chosen[i])]++;
             places[size_t(i)] = place;
             rows[size_t(place)] = i / num_chosen;
         }
         begins = std::move(hit_begins);
-        begins.push_back(count);
+        begins.push_back(num_here);
     }
 };
 
@@ -69,8 +72,10 @@ void sum_row(
     for (int64_t column = begin; column < end; column += kLanes) {
         const __mmask16 lanes = first_lanes(std::min<int64_t>(kLanes, end - column));
         vec total = _mm512_setzero_ps();
-        for (int64_t j = 0; j < num_chosen; ++j)
+        for (int64_t j = 0; j < num_chosen; ++j) {
+            if (places[j] < 0) continue;
             total = _mm512_fmadd_ps(_mm512_set1_ps(gates[j]), _mm512_maskz_loadu_ps(lanes, products + places[j] * hidden + column), total);
+        }
         _mm512_mask_storeu_ps(out + column, lanes, total);
     }
 }
@@ -78,7 +83,8 @@ void sum_row(
 }  // namespace
 }  // namespace glm
 
-// x: [T, H], rows x_stride apart. chosen and gates: [T, k], contiguous. gate_up: E packed gated matrices 2 I x H; down: E packed H x I.
+// x: [T, H], rows x_stride apart. chosen and gates: [T, k], contiguous; a negative expert is elsewhere and adds nothing.
+// gate_up: E packed gated matrices 2 I x H; down: E packed H x I.
 // sorted [T k, H] and gated [T k, I] of x's dtype and products [T k, H] fp32 are scratch. out: [T, H] fp32, contiguous.
 extern "C" void glm_experts(
     const void* x, int64_t x_stride, const int64_t* chosen, const float* gates, int64_t num_rows, int64_t num_chosen,
@@ -88,12 +94,12 @@ extern "C" void glm_experts(
     if (num_rows == 0) return;
     const Matrix first{static_cast<const char*>(gate_up), Kind(gate_up_kind), 2 * inner, hidden};
     const Matrix second{static_cast<const char*>(down), Kind(down_kind), hidden, inner};
-    const int64_t assignments = num_rows * num_chosen, threads = useful_threads(max_threads, assignments * hidden * inner);
+    Routes routes;
+    routes.sort(chosen, num_rows, num_chosen, num_experts);
+    const int64_t assignments = int64_t(routes.rows.size()), threads = useful_threads(max_threads, assignments * hidden * inner);
     const int64_t size = x_bytes(first.kind), sums_each = (hidden + kSumColumns - 1) / kSumColumns;
     const Target inner_target{static_cast<char*>(gated), inner, size == 2, true};
     const Target product_target{reinterpret_cast<char*>(products), hidden, false, false};
-    Routes routes;
-    routes.sort(chosen, num_rows, num_chosen, num_experts);
     std::vector<Piece> gate_up_pieces, down_pieces;
     list_pieces(routes, first, threads, gate_up_pieces);
     list_pieces(routes, second, threads, down_pieces);

@@ -1,7 +1,8 @@
 """Routed experts as two matrix products per expert that any row chose. Contract: `reference.py`.
 
 Rows are sorted by expert into segments that start at multiples of the row tile, so that a product never mixes experts and its
-padding is already in place. Sums run in the order of a row's own list, so a row does not see who else chose its experts.
+padding is already in place. Sums run in the order of a row's own list, so a row does not see who else chose its experts. What is elsewhere
+takes one more segment, of zeros.
 """
 
 import torch
@@ -14,8 +15,10 @@ from glm_runtime.linear import Products
 def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, gemm: Products) -> Tensor:
     """Contract: `reference.moe_experts`."""
     num_rows, num_chosen = chosen.shape
+    num_experts = gate_up.shape[0]
     flat = chosen.reshape(-1)
-    counts = torch.bincount(flat, minlength=gate_up.shape[0])
+    flat = torch.where(flat < 0, num_experts, flat)
+    counts = torch.bincount(flat, minlength=num_experts + 1)
     padded = counts + (-counts % gemm.row_tile)
     ends = padded.cumsum(0)
     order = flat.sort(stable=True).indices  # assignments by expert
@@ -25,7 +28,9 @@ def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down:
 
     grouped = x.new_zeros(int(ends[-1]), x.shape[1])
     grouped[places] = x.repeat_interleave(num_chosen, dim=0)
-    hits = [(expert, end - size, end) for expert, (size, end) in enumerate(zip(padded.tolist(), ends.tolist(), strict=True)) if size]
+    grouped[int(ends[-2]) :] = 0.0
+    segments = list(zip(padded.tolist(), ends.tolist(), strict=True))[:num_experts]
+    hits = [(expert, end - size, end) for expert, (size, end) in enumerate(segments) if size]
     inner = grouped.new_empty(grouped.shape[0], gate_up.shape[1])
     for expert, start, end in hits:
         inner[start:end] = gemm.linear(grouped[start:end], gate_up[expert])

@@ -12,7 +12,7 @@ from glm_runtime.packed_matrix import PackedMatrix
 
 
 def moe_experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
-    """Contract: `reference.moe_experts`. Chosen experts must be in [0, E)."""
+    """Contract: `reference.moe_experts`. Chosen experts must be below E."""
     (num_rows, hidden), num_chosen = x.shape, chosen.shape[1]
     out = torch.empty(num_rows, hidden)
     if num_rows == 0:

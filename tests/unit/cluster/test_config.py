@@ -69,6 +69,7 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[cluster]\ntick_s = inf", "cluster.tick_s: is inf; a finite number is needed"),
         ("[cluster]\nnum_prefill_workers = 0", "cluster.num_prefill_workers: is 0; it must be above 0"),
         ("[gateway]\nsecret_file = 'x'", "gateway.secret_file: is filled in when the cluster starts; remove it"),
+        ("[runtime.parallel]\ntp_size = 2", "runtime.parallel: is filled in when the cluster starts; remove it"),
         ("[runtime]\ncheckpoint = 'nowhere'", "runtime.checkpoint: there is no directory"),
     ],
 )
@@ -193,6 +194,7 @@ def test_memory_counts_every_worker(model: GlmConfig) -> None:
 def _numbers_without_unit(part: object, path: str) -> Iterator[str]:
     units = ("_s", "_ms", "_us", "_bytes", "_tokens", "_blocks", "_characters", "_share")
     counts = ("num_", "max_", "min_", "control_rpc_tries", "recent_requests", "prefix_index_keys", "port", "directory_port")
+    counts += ("tp_size", "pcp_size", "dcp_size", "dp_size")  # ranks, by the field's names for them
     for item in dataclasses.fields(part):  # type: ignore[arg-type]
         value = getattr(part, item.name)
         if dataclasses.is_dataclass(value):

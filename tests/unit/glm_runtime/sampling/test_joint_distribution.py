@@ -43,7 +43,7 @@ def parameters(seed: int, fields: dict[str, float]) -> SamplingParameters:
     return SamplingParameters(max_tokens=LENGTH, seed=seed, **fields)
 
 
-def logits_of(last_tokens: Tensor) -> tuple[Tensor, Best]:
+def logits_of(last_tokens: Tensor, is_whole: bool) -> tuple[Tensor, Best]:
     logits = TARGET[last_tokens[:, 0]]
     return logits, vocab_argmax(logits)
 
