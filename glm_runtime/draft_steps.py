@@ -26,7 +26,6 @@ Guess = Callable[[Scores | KnownScores], Tensor | None]
 """Drafts [R] int64 after R rows of scores, which the next step overwrites, the same on all ranks; None when no further step is wanted."""
 
 
-
 class DraftSteps:
     """Draft steps over one pool. Used by one thread, under inference mode."""
 

@@ -48,7 +48,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 """Name of each exported function -> its arguments. All return nothing."""
 
 
-Call = tuple[Callable[..., None], tuple[Any, ...]]
+Call = tuple[Callable[..., object], tuple[Any, ...]]
 """A function and its arguments."""
 
 

@@ -55,7 +55,7 @@ class _NotedOperations(TorchDispatchMode):
     """
 
     def __init__(self, calls: list[Call]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self.made: list[Tensor] = []
         self.kept: list[Tensor] = []
         self._calls = calls
