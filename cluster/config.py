@@ -100,6 +100,8 @@ ZERO_HAS_A_MEANING = frozenset(
         "router.local_prefill_below_tokens",
         "runtime.max_drafts",
         "runtime.min_draft_probability",
+        "runtime.num_balance_steps",
+        "runtime.parallel.num_redundant_experts",
         "transport.progress_delay_us",
     }
 )

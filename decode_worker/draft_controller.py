@@ -9,8 +9,9 @@ from glm_runtime.engine.draft_stop import StopRule, make_stop_rule
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_plan import StepPlan, StepResult
 
-STEPS_BETWEEN_CHOICES = 8
-STEPS_BETWEEN_MEASUREMENTS = 3
+STEPS_BETWEEN_CHOICES = 16
+"""While about as many sequences decode; what a draft is worth depends on their number first."""
+STEPS_BETWEEN_MEASUREMENTS = 5
 """Of costs, which change slowly. Not a divisor of the other: a step that chooses is not measured each time."""
 STEPS_BETWEEN_PROBES = 256
 """While nothing is drafted, one step in so many drafts one token: else nobody would notice that drafting pays again."""
@@ -28,6 +29,8 @@ class DraftController:
         self._costs = SpeculationMeter(model.measured_costs)
         self._chosen = model.max_drafts
         self._num_steps = 0
+        self._next_choice = 0
+        self._size_of_choice = -1
         least = model.min_draft_probability
         self.stop_rule = StopRule(row=least) if least else None
         self._prices_rule = model.adapts_drafts and least is None
@@ -36,7 +39,9 @@ class DraftController:
         """A step with so many decoding sequences is about to be planned."""
         if not self._adapts or not self._max_drafts or not num_sequences:
             return
-        if self._num_steps % STEPS_BETWEEN_CHOICES == 0:
+        size = (num_sequences - 1).bit_length()  # the bucket that costs are kept in
+        if self._num_steps >= self._next_choice or size != self._size_of_choice:
+            self._next_choice, self._size_of_choice = self._num_steps + STEPS_BETWEEN_CHOICES, size
             acceptance, made, costs = self.meter.acceptance, self.meter.made, self._costs.costs()
             self._chosen = choose_draft_budget(
                 acceptance, costs, num_sequences=num_sequences, current=self._chosen, max_drafts=self._max_drafts, made=made
@@ -53,10 +58,10 @@ class DraftController:
         num_rows: 0 where it had prompt chunks; such a step says nothing about decoding.
         """
         self._num_steps += 1
-        num_next_drafts = max([piece.num_next_drafts for piece in plan.slices], default=0)
         if plan.stop_rule is not None and result.drafts:
-            self.meter.count_made(map(len, result.drafts.values()), num_next_drafts)
+            self.meter.count_made(map(len, result.drafts.values()), self._num_next_drafts(plan))
         if self._measures and num_rows and self._num_steps % STEPS_BETWEEN_MEASUREMENTS == 0:
+            num_next_drafts = self._num_next_drafts(plan)
             self._costs.take(
                 num_rows=num_rows,
                 num_sequences=len(plan.slices),
@@ -65,3 +70,8 @@ class DraftController:
                 draft_s=result.draft_s,
                 step_s=step_s,
             )
+
+    def _num_next_drafts(self, plan: StepPlan) -> int:
+        """The most that a sequence of the step was to make; that of the oldest, unless its end is near."""
+        first = plan.slices[0].num_next_drafts if plan.slices else 0
+        return first if first == self.num_drafts else max([piece.num_next_drafts for piece in plan.slices], default=0)

@@ -5,8 +5,10 @@ Between `decide` and `publish` any sequence may be dropped; its blocks stay held
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import sub
 
+from decode_worker.batch import DecodeBatch, StepBatch
 from decode_worker.config import DecodeConfig
 from decode_worker.draft_controller import DraftController
 from decode_worker.receiver import Receiver
@@ -22,7 +24,13 @@ from glm_runtime.engine.step_meter import StepMeter
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime_config import MOST_DRAFTS
 from kv_transfer.block_pool import CACHE, HolderKind
-from kv_transfer.identity import BlockId, SequenceId
+from kv_transfer.identity import BlockId, PeerId, SequenceId
+from kv_transfer.messages import TokenDelta
+
+STEPS_AHEAD = 8
+"""Who needs a block within so many steps takes it together with others, while there are plenty."""
+STEPS_BETWEEN_CACHING = 4
+"""Of the blocks that answers fill: another request finds them as many steps later at most."""
 
 
 class DecodeEngine:
@@ -45,15 +53,19 @@ class DecodeEngine:
         self._holders = holders
         self._receiver = receiver
         self._outbox = outbox
+        self._looks_one_token_ahead = model.layout.looks_one_token_ahead
         self._limits = DecodeLimits(
             max_step_tokens=model.max_step_tokens,
             max_chunk_tokens=config.max_chunk_tokens,
             block_size_tokens=model.layout.block_size_tokens,
+            ahead_tokens=min(STEPS_AHEAD * (model.max_drafts + 1), model.layout.block_size_tokens // 2),
         )
-        self._in_step: dict[SequenceId, DecodeSequence] = {}
+        self._batch = DecodeBatch()
+        self._in_step = StepBatch()
+        self._is_uncovered = False
+        self._max_rows = model.max_drafts + 1
         self._num_prefill_tokens = 0
         self._num_decode_rows = 0
-        self._outcomes: list[tuple[int, int]] = []
         self._published_s: float | None = None
         self._publish_s = 0.0
 
@@ -64,17 +76,21 @@ class DecodeEngine:
         """Preempt, grow and resume as planned, then lay out the step; None when there is nothing to compute."""
         if self._published_s is not None:  # the loop comes here as soon as it has published
             self._publish_s, self._published_s = now_s - self._published_s, None
-        plan = decide(self._view(), self._limits)
-        self._make_room(plan, now_s)
-        if plan.resume and not plan.rows and not plan.chunks:
-            plan = decide(self._view(), self._limits)  # what has come back may be all there is to compute
-        slices = tuple(self._slices(plan))
-        self._num_decode_rows = len(plan.rows) + sum(plan.row_drafts) if not plan.chunks else 0
-        self._num_prefill_tokens = sum([chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens > 1])
+        plan = self._plan(now_s)
+        if plan.resume and not plan.rows and not plan.chunks:  # what has come back may be all there is to compute
+            plan = self._plan(now_s)
+        step = self._step_of(plan)
+        chunks = [(chunk, sequence) for chunk in plan.chunks for sequence in self._known((chunk.sequence_id,))]
+        step.chunks = [sequence for _, sequence in chunks]
+        slices = self._rows(step)
+        slices += [self._chunk(sequence, chunk) for chunk, sequence in chunks]
+        self._num_decode_rows = len(plan.rows) + sum(plan.row_drafts) if not chunks else 0
+        self._num_prefill_tokens = sum([chunk.num_tokens for chunk, _ in chunks if chunk.num_tokens > 1])
         if not slices:
             return None
-        self._holders.launch(self._in_step)
-        return StepPlan(step_number=self.meter.start(now_s), slices=slices, stop_rule=self.drafts.stop_rule)
+        self._in_step = step
+        self._holders.launch((*step.row_ids, *[sequence.sequence_id for sequence in step.chunks]))
+        return StepPlan(step_number=self.meter.start(now_s), slices=tuple(slices), stop_rule=self.drafts.stop_rule)
 
     def run(self, plan: StepPlan) -> StepResult:
         """One forward on the engine thread."""
@@ -85,57 +101,70 @@ class DecodeEngine:
         # To publish takes time of a step, too: what the last one took is known by now.
         self._published_s = now_s
         self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s) + self._publish_s, self._num_decode_rows)
-        in_step, self._in_step = self._in_step, {}
+        step, self._in_step = self._in_step, StepBatch()
         self._holders.land()
-        of_id, running = self._sequences.of_id, Phase.RUNNING
-        take_row, take_chunk = self._take_row, self._take_chunk
-        for piece, (sequence_id, sequence) in zip(plan.slices, in_step.items(), strict=True):
-            if of_id(sequence_id) is sequence:
-                take = take_row if sequence.phase is running else take_chunk
-                take(sequence, piece, result, now_s)
-        self.drafts.meter.count_all(self._outcomes)
-        self._outcomes.clear()
+        self._take_rows(plan.step_number, step, result, now_s)
+        for sequence, piece in zip(step.chunks, plan.slices[len(step.rows) :], strict=True):
+            if not sequence.is_dropped:
+                self._take_chunk(sequence, piece, result, now_s)
         self._outbox.flush()
 
     # -- decide --------------------------------------------------------------------------------------------------------
 
-    def _view(self) -> DecodeView:
-        size = self._limits.block_size_tokens
-        running = _drawable(self._sequences.in_phase(Phase.RUNNING))
-        free_slots = tuple([len(sequence.block_table) * size - sequence.num_stored_tokens for sequence in running])
+    def _plan(self, now_s: float) -> DecodePlan:
+        """Decide, and give and take blocks as decided."""
+        batch = self._batch
+        batch.refresh(self._sequences)
+        is_roomy = batch.num_roomy_steps > 0
+        plan = decide(self._view(batch, is_roomy), self._limits)
+        if plan.preempt or plan.grow or plan.resume:
+            self._make_room(plan, now_s)
+        if is_roomy:
+            batch.num_roomy_steps -= 1
+        else:
+            batch.look_ahead(self._limits.block_size_tokens, self._max_rows)
+            self._is_uncovered = True
+        return plan
+
+    def _view(self, batch: DecodeBatch, is_roomy: bool) -> DecodeView:
+        running, num_available = batch.sequences, self._model.pool.num_unpromised
         self.drafts.choose(len(running))
         num_drafts = self._num_drafts(running, self.drafts.num_drafts) if self.drafts.num_drafts else ()
-        num_available = self._model.pool.num_unpromised
-        num_full = free_slots.count(0)
-        is_roomy = min(map(sub, free_slots, num_drafts), default=1) > 0 if num_drafts else not num_full
+        free_slots = batch.free_slots(self._limits.block_size_tokens) if not is_roomy else ()
         return DecodeView(
-            running=tuple([sequence.sequence_id for sequence in running]),
+            running=batch.ids,
             free_slots=free_slots,
             credit_blocks=self._credit_blocks(running, free_slots, num_drafts) if not is_roomy else (),
-            freed_blocks=tuple([self._freed_blocks(sequence) for sequence in running]) if num_full > num_available else (),
-            filling=tuple([_demand_of(sequence) for sequence in _drawable(self._sequences.in_phase(Phase.FILLING))]),
-            preempted=tuple([self._preempted(sequence) for sequence in self._sequences.in_phase(Phase.PREEMPTED)]),
+            freed_blocks=tuple(map(self._freed_blocks, running)) if free_slots.count(0) > num_available else (),
+            filling=tuple(map(_demand_of, self._sequences.drawable(Phase.FILLING))),
+            preempted=tuple(map(self._preempted, self._sequences.in_phase(Phase.PREEMPTED))),
             num_available_blocks=num_available,
             num_drafts=num_drafts,
         )
 
     def _credit_blocks(self, running: Sequence[DecodeSequence], free_slots: Sequence[int], num_drafts: Sequence[int]) -> tuple[int, ...]:
-        """Of the sequences that lack a slot for one of their rows; nobody asks for the others'."""
-        rows = zip(running, free_slots, num_drafts or (0,) * len(running), strict=True)
-        return tuple([self._receiver.credit_blocks(sequence) if free <= drafts else 0 for sequence, free, drafts in rows])
+        """Of the sequences that lack a slot for one of their rows; nobody asks for the others'. Empty where none does."""
+        spare_slots = list(map(sub, free_slots, num_drafts)) if num_drafts else free_slots
+        if min(spare_slots, default=1) > 0:
+            return ()
+        credit = [0] * len(running)
+        for place in [place for place, spare in enumerate(spare_slots) if spare <= 0]:
+            credit[place] = self._receiver.credit_blocks(running[place])
+        return tuple(credit)
 
     def _num_drafts(self, running: Sequence[DecodeSequence], num_wanted: int) -> tuple[int, ...]:
-        """Drafts that each would verify, blocks and budget aside."""
-        return tuple(
+        """Drafts that each verifies if there is room; nearly always those that it has."""
+        num_drafts = tuple(
             [
-                choose_num_drafts(
+                len(sequence.drafts)
+                if sequence.seed_hidden is None and sequence.end_tokens - sequence.num_tokens > num_wanted
+                else choose_num_drafts(
                     num_available=sequence.num_available_drafts, num_wanted=num_wanted, num_left_tokens=sequence.num_left_tokens
                 )
-                if sequence.seed_hidden is not None or sequence.num_left_tokens <= num_wanted or len(sequence.drafts) > num_wanted
-                else len(sequence.drafts)  # most of them, and in each step
                 for sequence in running
             ]
         )
+        return num_drafts if max(num_drafts, default=0) <= num_wanted else tuple([min(number, num_wanted) for number in num_drafts])
 
     def _freed_blocks(self, sequence: DecodeSequence) -> int:
         """Blocks that nobody else uses, and what is promised to the sequence and not taken."""
@@ -153,6 +182,7 @@ class DecodeEngine:
     def _make_room(self, plan: DecodePlan, now_s: float) -> None:
         for sequence in self._known(plan.preempt):
             self.num_preemptions += 1
+            self._cache_blocks(sequence)
             self._receiver.preempt(sequence, now_s)
         for sequence in self._known(plan.grow):
             self._receiver.grow(sequence)
@@ -162,34 +192,49 @@ class DecodeEngine:
     def _known(self, sequence_ids: Iterable[SequenceId]) -> list[DecodeSequence]:
         return [sequence for sequence_id in sequence_ids if (sequence := self._sequences.of_id(sequence_id)) is not None]
 
-    def _slices(self, plan: DecodePlan) -> Iterable[SequenceSlice]:
-        of_id, row, in_step = self._sequences.of_id, self._row, self._in_step
-        for sequence_id, num_drafts in zip(plan.rows, plan.row_drafts, strict=True):
-            if (sequence := of_id(sequence_id)) is not None:
-                in_step[sequence_id] = sequence
-                if sequence.num_covered_blocks < len(sequence.block_table):
-                    self._holders.cover(sequence_id, sequence.uncovered_blocks())
-                yield row(sequence, num_drafts)
-        for chunk in plan.chunks:
-            for sequence in self._known((chunk.sequence_id,)):
-                yield self._chunk(sequence, chunk)
-
-    def _row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
-        """The newest token and drafts of what follows it, or what the step needs to make them first."""
-        if sequence.seed_hidden is not None and num_drafts > 0:
-            return self._seeded_row(sequence, num_drafts)
-        return SequenceSlice(
-            sequence_id=sequence.sequence_id,
-            tokens=(sequence.last_token, *sequence.drafts[:num_drafts]),
-            start=sequence.num_stored_tokens,
-            block_table=sequence.block_table,
-            sampling=sequence.sampling,
-            token_index=sequence.next_index,
-            history=sequence.history,
-            grammar=sequence.grammar,
-            num_drafts=num_drafts,
-            num_next_drafts=self._num_next_drafts(sequence) if self.drafts.num_drafts else 0,
+    def _step_of(self, plan: DecodePlan) -> StepBatch:
+        """The rows of a plan: nearly always the whole batch."""
+        batch = self._batch
+        if plan.rows == batch.ids and batch.made_of == self._sequences.num_running_changes:
+            return StepBatch(rows=batch.sequences, row_ids=batch.ids, row_drafts=plan.row_drafts)
+        rows = [(sequence, drafts) for name, drafts in zip(plan.rows, plan.row_drafts, strict=True) for sequence in self._known((name,))]
+        return StepBatch(
+            rows=[sequence for sequence, _ in rows],
+            row_ids=[sequence.sequence_id for sequence, _ in rows],
+            row_drafts=[drafts for _, drafts in rows],
         )
+
+    def _rows(self, step: StepBatch) -> list[SequenceSlice]:
+        """Of each row its newest token and drafts of what follows it, or what the step needs to make them first."""
+        if self._is_uncovered:  # who has come or grown since
+            self._is_uncovered = False
+            for sequence in step.rows:
+                if sequence.num_covered_blocks < len(sequence.block_table):
+                    self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
+        slices = []
+        num_wanted = self.drafts.num_drafts
+        for sequence, num_drafts in zip(step.rows, step.row_drafts, strict=True):
+            if num_drafts > 0 and sequence.seed_hidden is not None:
+                slices.append(self._seeded_row(sequence, num_drafts))
+                continue
+            num_tokens = sequence.num_tokens
+            drafts = sequence.drafts
+            slices.append(
+                SequenceSlice(
+                    sequence_id=sequence.sequence_id,
+                    tokens=(sequence.last_token, *(drafts if len(drafts) == num_drafts else drafts[:num_drafts])),
+                    start=sequence.num_stored_tokens,
+                    block_table=sequence.block_table,
+                    sampling=sequence.sampling,
+                    token_index=num_tokens + sequence.index_of_first,
+                    history=sequence.history,
+                    grammar=sequence.grammar,
+                    num_drafts=num_drafts,
+                    # Drafts for the step after this one, which draws one token at least; nearly always as many as are wanted.
+                    num_next_drafts=num_wanted if num_wanted < sequence.end_tokens - num_tokens - 1 else self._num_next_drafts(sequence),
+                )
+            )
+        return slices
 
     def _seeded_row(self, sequence: DecodeSequence, num_drafts: int) -> SequenceSlice:
         return SequenceSlice(
@@ -207,7 +252,6 @@ class DecodeEngine:
         )
 
     def _chunk(self, sequence: DecodeSequence, chunk: Chunk) -> SequenceSlice:
-        self._in_step[sequence.sequence_id] = sequence
         self._holders.cover(sequence.sequence_id, sequence.uncovered_blocks())
         is_last = chunk.end == sequence.num_tokens
         return SequenceSlice(
@@ -227,12 +271,57 @@ class DecodeEngine:
 
     def _num_next_drafts(self, sequence: DecodeSequence) -> int:
         """Drafts for the step after this one, which draws one token at least."""
-        num_wanted, num_left = self.drafts.num_drafts, sequence.num_left_tokens - 1
-        if num_wanted < num_left:  # nearly always
-            return num_wanted
-        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=num_wanted, num_left_tokens=num_left)
+        return choose_num_drafts(num_available=MOST_DRAFTS, num_wanted=self.drafts.num_drafts, num_left_tokens=sequence.num_left_tokens - 1)
+
+    @property
+    def num_roomy_steps(self) -> int:
+        """Steps from now on that need not look for blocks, as long as nobody comes or goes."""
+        return self._batch.num_roomy_steps
 
     # -- publish -------------------------------------------------------------------------------------------------------
+
+    def _take_rows(self, step_number: int, step: StepBatch, result: StepResult, now_s: float) -> None:
+        """What every row has drawn. Those that go on and ask for tokens alone, nearly all in nearly every step, are taken in right here:
+        a call for each would cost more than what it does. `_take_row` does the same for any row.
+        """
+        runs = list(map(result.samples.__getitem__, step.row_ids))
+        running = Phase.RUNNING
+        is_unchanged = self._batch.made_of == self._sequences.num_running_changes
+        if self.drafts.num_drafts or any(step.row_drafts):
+            self.drafts.meter.count_runs(zip(step.row_drafts, map(len, runs), strict=True))
+        router: PeerId | None = None
+        waiting: list[TokenDelta] = []
+        next_drafts = map(result.drafts.get, step.row_ids, repeat(()))
+        for sequence, run, drafts in zip(step.rows, runs, next_drafts, strict=True):
+            num_tokens = sequence.num_tokens
+            num_stored = num_tokens + len(run) - 1
+            if (
+                not sequence.is_plain
+                or (not is_unchanged and (sequence.is_dropped or sequence.phase is not running))
+                or num_stored + 1 >= sequence.end_tokens
+                or not sequence.stop_ids.isdisjoint(run)
+            ):
+                if not sequence.is_dropped:
+                    self._take_row(sequence, result, now_s)
+                continue
+            if sequence.router is not router:
+                router, waiting = sequence.router, self._outbox.waiting_for(sequence.router)
+            index = num_tokens + sequence.index_of_first
+            waiting.append(TokenDelta(sequence.transfer, index, run, None, sequence.num_cached_tokens))
+            sequence.unpacked += run
+            sequence.last_token = run[-1]
+            sequence.num_tokens = num_stored + 1
+            sequence.num_stored_tokens = num_stored
+            sequence.drafts, sequence.seed_hidden = drafts, None
+        if step_number % STEPS_BETWEEN_CACHING == 0:
+            self._cache_full(step.rows)
+
+    def _cache_full(self, rows: Sequence[DecodeSequence]) -> None:
+        """Cache what rows have filled in the last steps. Together, as it then costs half; who ends or is preempted is cached before."""
+        size, running = self._limits.block_size_tokens, Phase.RUNNING
+        for sequence in rows:
+            if sequence.num_stored_tokens // size > sequence.num_published_blocks and sequence.phase is running and not sequence.is_dropped:
+                self._cache_blocks(sequence)
 
     def _take_chunk(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
         if sequence.scores is not None:
@@ -242,22 +331,20 @@ class DecodeEngine:
             self._cache_blocks(sequence)
             return
         self._receiver.filled(sequence, now_s)
-        self._take_row(sequence, piece, result, now_s)
-        if sequence.phase is Phase.FILLING and self._sequences.of_id(sequence.sequence_id) is sequence:
+        self._take_row(sequence, result, now_s)
+        if sequence.phase is Phase.FILLING and not sequence.is_dropped:
             self._receiver.run(sequence, now_s)
 
-    def _take_row(self, sequence: DecodeSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
-        """What a row and its drafts have drawn. Many times a step, hence in few calls."""
+    def _take_row(self, sequence: DecodeSequence, result: StepResult, now_s: float) -> None:
+        """What a row and its drafts have drawn."""
         index = sequence.next_index
-        run = result.samples[piece.sequence_id]
-        if num_drafted := piece.num_drafts or piece.num_seed_drafts:
-            self._outcomes.append((num_drafted, len(run) - 1))
-        taken = sequence.append_run(run, result.logprobs.get(piece.sequence_id, ()) if result.logprobs else ())
+        run = result.samples[sequence.sequence_id]
+        taken = sequence.append_run(run, result.logprobs.get(sequence.sequence_id, ()) if result.logprobs else ())
         if sequence.grammar is not None and not sequence.follow_grammar(taken):
             self._receiver.grammar_broken(sequence, now_s)
             return
         sequence.num_stored_tokens = sequence.num_tokens - 1
-        sequence.drafts, sequence.seed_hidden = result.drafts.get(piece.sequence_id, ()), None
+        sequence.drafts, sequence.seed_hidden = result.drafts.get(sequence.sequence_id, ()), None
         if sequence.num_stored_tokens // self._limits.block_size_tokens > sequence.num_published_blocks:
             self._cache_blocks(sequence)
         self._outbox.add(sequence, index, taken)
@@ -266,11 +353,11 @@ class DecodeEngine:
 
     def _cache_blocks(self, sequence: DecodeSequence) -> None:
         """Full blocks of the answer are found like those of a prompt: the next turn of a conversation begins with them."""
-        layout = self._model.layout
-        keys = sequence.keys_of_stored(layout.block_size_tokens, layout.looks_one_token_ahead)
-        for index in range(sequence.num_published_blocks, len(keys)):
-            self._model.pool.publish(sequence.block_table[index], keys[index])
-        sequence.num_published_blocks = len(keys)
+        index = sequence.num_published_blocks
+        for key in sequence.unpublished_keys(self._limits.block_size_tokens, self._looks_one_token_ahead):
+            self._model.pool.publish(sequence.block_table[index], key)
+            index += 1
+        sequence.num_published_blocks = index
 
 
 def _to_score(sequence: DecodeSequence, chunk: Chunk) -> list[int]:
@@ -289,8 +376,3 @@ def _take_scores(sequence: DecodeSequence, scores: PromptScores, result: StepRes
 
 def _demand_of(sequence: DecodeSequence) -> PrefillDemand:
     return PrefillDemand(sequence_id=sequence.sequence_id, num_computed_tokens=sequence.num_stored_tokens, num_tokens=sequence.num_tokens)
-
-
-def _drawable(sequences: list[DecodeSequence]) -> list[DecodeSequence]:
-    """Those whose grammar is not awaited."""
-    return [sequence for sequence in sequences if not sequence.awaits_grammar]

@@ -84,14 +84,14 @@ class Receiver:
         """Steps draw for the sequence when its grammar has come; the record's token may come before it."""
 
         def ready(state: GrammarState) -> None:
-            sequence.grammar, sequence.awaits_grammar = state, False
+            self._sequences.take_grammar(sequence, state)
             if self._follow_grammar(sequence, tuple(sequence.emitted_from(sequence.first_index)), self._grammars.now_s()):
                 self._outside.wake()
 
         def failed(reason: str, now_s: float) -> None:
             self.grammar_failed(sequence, reason, now_s)
 
-        sequence.awaits_grammar = True
+        self._sequences.await_grammar(sequence)
         emitted = sequence.token_ids(sequence.num_prompt_tokens, sequence.num_given_tokens)
         self._grammars.request(sequence.sampling, emitted, ready, failed)
 
@@ -338,7 +338,7 @@ class Receiver:
             age=age,
             transfer=transfer,
             router=router,
-            tokens=bytearray(message.tokens),
+            packed=bytearray(message.tokens),
             num_tokens=count_tokens(message.tokens),
             num_given_tokens=count_tokens(message.tokens),
             num_prompt_tokens=message.num_prompt_tokens,

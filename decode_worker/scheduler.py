@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import sub
 
+import msgspec
+
 from decode_worker.speculative import share_draft_rows
 from glm_runtime.engine.chunk_plan import Chunk, PrefillDemand, plan_chunks
 from kv_transfer.identity import SequenceId
@@ -21,11 +23,15 @@ from kv_transfer.identity import SequenceId
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLimits:
-    """What a step may take: `max_step_tokens` in all, of it `max_chunk_tokens` for prompts while rows decode beside them."""
+    """What a step may take: `max_step_tokens` in all, of it `max_chunk_tokens` for prompts while rows decode beside them.
+
+    ahead_tokens: while blocks are plenty, who grows in the same step as others because it has fewer free slots than that; 0 is nobody.
+    """
 
     max_step_tokens: int
     max_chunk_tokens: int
     block_size_tokens: int
+    ahead_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +46,9 @@ class PreemptedSequence:
 class DecodeView:
     """All that `decide` looks at, oldest first. Running sequences are given as columns, since they are many and looked at every step.
 
-    free_slots: tokens that each running sequence can still store in the blocks it has.
-    credit_blocks: blocks that are promised to it, 0 where all its rows have a free slot; may be empty where those of all sequences have.
+    free_slots: tokens that each running sequence can still store in the blocks it has; may be empty where `credit_blocks` is.
+    credit_blocks: blocks that are promised to it, 0 where all its rows have a free slot; empty where those of all sequences have, which
+    spares `decide` the search.
     freed_blocks: what preempting it would add to `num_available_blocks`; may be empty while that covers one block for each without a free
     slot.
     num_drafts: rows that each would like beyond its one; empty is none for all.
@@ -59,8 +66,7 @@ class DecodeView:
     num_drafts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecodePlan:
+class DecodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Preempt, then grow by one block each, then resume, then run `rows` (a token and `row_drafts` each) and `chunks` in one step.
 
     What is resumed has its chunks planned from the next turn on, when it is known how much of it was still cached.
@@ -74,112 +80,115 @@ class DecodePlan:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """The part of a plan that concerns running sequences; `is_short` when somebody had to go without a block."""
-
-    preempt: tuple[SequenceId, ...]
-    grow: tuple[SequenceId, ...]
-    rows: tuple[SequenceId, ...]
-    drafts: tuple[int, ...]
-    left_blocks: int
-    is_short: bool
-
-
 @dataclass(slots=True)
-class _Running:
-    """Running sequences while they are planned, by their place in the view. left_blocks: those that nobody was promised."""
+class _Rows:
+    """Running sequences while they are planned, by their place in the view.
+
+    left_blocks: those that nobody was promised. num_kept: the youngest, from there on, are preempted. waiting: places that run no row,
+    for want of a block. drafts: of each place.
+    """
 
     left_blocks: int
-    rows: Sequence[int] = ()
+    num_kept: int
+    drafts: Sequence[int]
     grown: set[int] = field(default_factory=set)
-    is_short: bool = False
+    waiting: set[int] = field(default_factory=set)
 
 
 def decide(view: DecodeView, limits: DecodeLimits) -> DecodePlan:
     """Plan one step. Pure; rows beyond the token budget wait, which limits that fit each other never let happen."""
-    rows = _plan_rows(view, limits)
-    reserved_tokens = min(limits.max_chunk_tokens, limits.max_step_tokens - len(rows.rows)) if view.filling else 0
-    drafts = share_draft_rows(rows.drafts, limits.max_step_tokens - len(rows.rows) - reserved_tokens) if rows.drafts else rows.drafts
-    budget_tokens = limits.max_step_tokens - len(rows.rows) - sum(drafts)
-    if rows.rows:
+    planned = _plan_rows(view, limits)
+    rows, drafts = _columns(view, planned, limits.max_step_tokens)
+    left_tokens = limits.max_step_tokens - len(rows)
+    if drafts:
+        reserved_tokens = min(limits.max_chunk_tokens, left_tokens) if view.filling else 0
+        drafts = share_draft_rows(drafts, left_tokens - reserved_tokens)
+    budget_tokens = left_tokens - sum(drafts)
+    if rows:
         budget_tokens = min(budget_tokens, limits.max_chunk_tokens)
+    running = view.running
+    is_short = planned.waiting or planned.num_kept < len(running)
     return DecodePlan(
-        preempt=rows.preempt,
-        grow=rows.grow,
-        resume=() if rows.is_short else _choose_resumed(view, rows.left_blocks),
-        rows=rows.rows,
-        row_drafts=drafts or (0,) * len(rows.rows),
+        preempt=running[planned.num_kept :][::-1],
+        grow=tuple([running[index] for index in sorted(planned.grown)]),
+        resume=() if is_short or not view.preempted else _choose_resumed(view, planned.left_blocks),
+        rows=rows,
+        row_drafts=drafts or (0,) * len(rows),
         chunks=plan_chunks(view.filling, budget_tokens=budget_tokens, block_size_tokens=limits.block_size_tokens),
     )
 
 
+def _columns(view: DecodeView, planned: _Rows, max_rows: int) -> tuple[tuple[SequenceId, ...], tuple[int, ...]]:
+    """Ids and drafts of the rows that run; no drafts at all where nobody wants any."""
+    rows, drafts = view.running, tuple(planned.drafts)
+    if planned.num_kept < len(rows) or planned.waiting:
+        places = [index for index in range(planned.num_kept) if index not in planned.waiting]
+        rows, drafts = tuple([rows[index] for index in places]), tuple([drafts[index] for index in places]) if drafts else ()
+    return rows[:max_rows], drafts[:max_rows]
+
+
 def _plan_rows(view: DecodeView, limits: DecodeLimits) -> _Rows:
-    max_rows = limits.max_step_tokens
-    is_roomy = min(map(sub, view.free_slots, view.num_drafts), default=1) > 0 if view.num_drafts else 0 not in view.free_slots
-    if is_roomy:  # the common step: nobody needs a block
-        drafts = view.num_drafts[:max_rows]
-        return _Rows(
-            preempt=(), grow=(), rows=view.running[:max_rows], drafts=drafts, left_blocks=view.num_available_blocks, is_short=False
-        )
-    running = _Running(view.num_available_blocks)
+    rows = _Rows(view.num_available_blocks, len(view.running), view.num_drafts)
+    if not view.credit_blocks:  # nobody needs a block
+        return rows
     if 0 in view.free_slots:
-        kept = _move_all(view, running)
-        rows = tuple([view.running[index] for index in running.rows[:max_rows]])
-    else:  # only drafts want blocks
-        kept = len(view.running)
-        running.rows = range(kept)
-        rows = view.running[:max_rows]
-    drafts = _room_for_drafts(view, running, limits.block_size_tokens) if view.num_drafts else ()
-    return _Rows(
-        preempt=tuple(reversed(view.running[kept:])),
-        grow=tuple([view.running[index] for index in sorted(running.grown)]),
-        rows=rows,
-        drafts=drafts[:max_rows],
-        left_blocks=running.left_blocks,
-        is_short=running.is_short or kept < len(view.running),
-    )
+        _move_all(view, rows)
+    if view.num_drafts:
+        rows.drafts = _room_for_drafts(view, rows, limits.block_size_tokens)
+    _grow_ahead(view, rows, limits.ahead_tokens)
+    return rows
 
 
-def _move_all(view: DecodeView, running: _Running) -> int:
-    """Find each sequence the room for one row, oldest first. Returns how many are kept; the youngest, from there on, are preempted."""
-    kept = len(view.running)
-    rows: list[int] = []
-    for index, free_slots in enumerate(view.free_slots):
-        if index == kept:
+def _grow_ahead(view: DecodeView, rows: _Rows, ahead_tokens: int) -> None:
+    """Let those grow now that would soon, so that most steps look for no blocks; as long as everybody could still have one more and
+    nobody waits for blocks.
+    """
+    if not ahead_tokens or view.preempted or rows.num_kept < len(view.running):
+        return
+    for index in [index for index, free_slots in enumerate(view.free_slots) if free_slots < ahead_tokens]:
+        if rows.left_blocks <= len(view.running):
+            return
+        if index not in rows.grown:
+            rows.left_blocks -= 1
+            rows.grown.add(index)
+
+
+def _move_all(view: DecodeView, rows: _Rows) -> None:
+    """Find each sequence the room for one row, oldest first."""
+    for index in [index for index, free_slots in enumerate(view.free_slots) if free_slots == 0]:
+        if index >= rows.num_kept:
             break
-        if free_slots == 0:
-            beyond_credit = view.credit_blocks[index] == 0
-            while beyond_credit and running.left_blocks < 1 and kept > index + 1:
-                kept -= 1
-                running.left_blocks += view.freed_blocks[kept]
-            if beyond_credit and running.left_blocks < 1:  # the rest is being filled or drained: it keeps what it has and waits
-                running.is_short = True
-                continue
-            running.left_blocks -= beyond_credit
-            running.grown.add(index)
-        rows.append(index)
-    running.rows = rows
-    return kept
-
-
-def _room_for_drafts(view: DecodeView, running: _Running, block_size_tokens: int) -> tuple[int, ...]:
-    """Drafts of each planned row that find room: in its blocks, in one more of its credit, or in one that nobody needs now."""
-    drafts = []
-    for index in running.rows:
-        free_slots, wanted = view.free_slots[index], view.num_drafts[index]
-        if free_slots > wanted:  # most of them
-            drafts.append(wanted)
+        beyond_credit = view.credit_blocks[index] == 0
+        while beyond_credit and rows.left_blocks < 1 and rows.num_kept > index + 1:
+            rows.num_kept -= 1
+            rows.left_blocks += view.freed_blocks[rows.num_kept]
+        if beyond_credit and rows.left_blocks < 1:  # the rest is being filled or drained: it keeps what it has and waits
+            rows.waiting.add(index)
             continue
-        free_slots += block_size_tokens * (index in running.grown)
-        if free_slots <= wanted and index not in running.grown:
+        rows.left_blocks -= beyond_credit
+        rows.grown.add(index)
+
+
+def _room_for_drafts(view: DecodeView, rows: _Rows, block_size_tokens: int) -> list[int]:
+    """Drafts of each place that find room: in its blocks, in one more of its credit, or in one that nobody needs now."""
+    drafts = list(view.num_drafts)
+    may_take = not rows.waiting
+    for index in [index for index, spare in enumerate(map(sub, view.free_slots, drafts)) if spare <= 0]:
+        if index >= rows.num_kept:
+            break
+        if index in rows.waiting:
+            continue
+        free_slots = view.free_slots[index]
+        if index in rows.grown:
+            free_slots += block_size_tokens
+        else:
             beyond_credit = view.credit_blocks[index] == 0
-            if not beyond_credit or (running.left_blocks > 0 and not running.is_short):
-                running.left_blocks -= beyond_credit
-                running.grown.add(index)
+            if not beyond_credit or (rows.left_blocks > 0 and may_take):
+                rows.left_blocks -= beyond_credit
+                rows.grown.add(index)
                 free_slots += block_size_tokens
-        drafts.append(min(wanted, free_slots - 1))
-    return tuple(drafts)
+        drafts[index] = min(drafts[index], free_slots - 1)
+    return drafts
 
 
 def _choose_resumed(view: DecodeView, left_blocks: int) -> tuple[SequenceId, ...]:

@@ -5,7 +5,6 @@ Knows: order by age and how far each sequence has come. Does not know messages (
 
 import bisect
 import itertools
-import struct
 from dataclasses import dataclass, field
 from enum import Enum, unique
 
@@ -13,12 +12,9 @@ from glm_runtime.engine.prompt_scores import PromptScores
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
-from kv_transfer.block_keys import extend_block_keys
-from kv_transfer.identity import TOKEN_BYTES, BlockId, PeerId, SequenceId, TransferId, unpack_tokens
+from kv_transfer.block_keys import append_block_keys
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
-
-_PACKERS = tuple(struct.Struct(f"<{count}i").pack for count in range(MOST_DRAFTS + 2))
-"""By number: as `pack_tokens`, for what a step draws."""
 
 
 @unique
@@ -44,14 +40,16 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DecodeSequence:
-    """One request. `tokens` are packed: the prompt, what earlier attempts have emitted, then what this one does.
+    """One request. Its tokens: the prompt, what earlier attempts have emitted, then what this one does.
 
+    packed: the tokens but the newest, which are packed when somebody wants them (`tokens`) and lie in `unpacked` until then.
     num_tokens: how many are known; counted, since steps ask all the time. num_given_tokens: how many came with OPEN_SINK.
     num_stored_tokens: how many are in the cache; the next row starts there. While running it is all but the newest token.
     num_published_blocks: how many are in the prefix index. num_covered_blocks: how many have a STEP holder.
     is_ready: the session takes the transfer for filled.
-    next_index: index of the next output token of the request, over all attempts. num_left_tokens: output tokens that it may still have.
-    Counted, too.
+    index_of_first: output index that the sequence's first token would have, so that of its token n it is n more. end_tokens: how many
+    tokens it has when its output is as long as it may be. stop_ids: tokens that end it before.
+    is_plain: of each step it wants the tokens and nothing more.
     last_token: the newest token that this attempt has emitted.
     drafts: guesses at what follows it. seed_hidden: the hidden state of the last stored token, from another worker: drafts can be made
     of it in the next step.
@@ -59,13 +57,14 @@ class DecodeSequence:
     they are asked for. prompt_logprobs: where they are asked for and known; scores: on their way, while they are computed here.
     grammar: where the output is in its grammar. awaits_grammar: it is not compiled yet, and no step draws for the sequence.
     record_grammar_digest: what prefill says of that state after the record's token.
+    is_dropped: it is forgotten, and what a step in flight draws for it is thrown away.
     """
 
     sequence_id: SequenceId
     age: int
     transfer: TransferId
     router: PeerId
-    tokens: bytearray
+    packed: bytearray
     num_tokens: int
     num_given_tokens: int
     num_prompt_tokens: int
@@ -80,8 +79,11 @@ class DecodeSequence:
     num_published_blocks: int = 0
     num_covered_blocks: int = 0
     is_ready: bool = False
-    next_index: int = field(init=False)
-    num_left_tokens: int = field(init=False)
+    unpacked: list[int] = field(default_factory=list)
+    index_of_first: int = field(init=False)
+    end_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    is_plain: bool = field(init=False)
     last_token: int = -1
     drafts: tuple[int, ...] = ()
     seed_hidden: bytes | None = None
@@ -93,10 +95,31 @@ class DecodeSequence:
     grammar: GrammarState | None = None
     awaits_grammar: bool = False
     record_grammar_digest: bytes | None = None
+    is_dropped: bool = False
 
     def __post_init__(self) -> None:
-        self.next_index = self.first_index + self.num_tokens - self.num_given_tokens
-        self.num_left_tokens = self.sampling.max_tokens - self.next_index
+        self.index_of_first = self.first_index - self.num_given_tokens
+        self.end_tokens = self.sampling.max_tokens - self.index_of_first
+        self.stop_ids = frozenset(self.sampling.stop_token_ids)
+        self.is_plain = self.history is None and self.sampling.grammar is None and self.sampling.logprobs < 0
+
+    @property
+    def next_index(self) -> int:
+        """Index of the next output token of the request, over all attempts."""
+        return self.num_tokens + self.index_of_first
+
+    @property
+    def num_left_tokens(self) -> int:
+        """Output tokens that it may still have."""
+        return self.end_tokens - self.num_tokens
+
+    @property
+    def tokens(self) -> bytearray:
+        """All tokens, packed. Not to be changed, and out of date once there are more."""
+        if self.unpacked:
+            self.packed += pack_tokens(self.unpacked)
+            self.unpacked.clear()
+        return self.packed
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end), new list."""
@@ -114,16 +137,14 @@ class DecodeSequence:
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Take the next output token, and note whether it is the last."""
         assert self.finish is None, f"{self.sequence_id} has ended and gets another token"
-        self.tokens += token.to_bytes(TOKEN_BYTES, "little", signed=True)
+        self.unpacked.append(token)
         self.num_tokens += 1
-        self.next_index += 1
-        self.num_left_tokens -= 1
         self.last_token = token
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if self.history is not None:
             self.history.extend((token,))
-        if token in self.sampling.stop_token_ids:
+        if token in self.stop_ids:
             self.finish = FinishReason.STOP
         elif self.num_left_tokens <= 0:
             self.finish = FinishReason.LENGTH
@@ -133,19 +154,6 @@ class DecodeSequence:
 
         logprobs: one for each of `tokens`, or none at all.
         """
-        is_plain = self.history is None and not logprobs and self.finish is None
-        count = len(tokens)
-        if is_plain and count < self.num_left_tokens:
-            for stop in self.sampling.stop_token_ids:  # few: half of what a set or `any` costs
-                if stop in tokens:
-                    break
-            else:
-                self.tokens += _PACKERS[count](*tokens)
-                self.num_tokens += count
-                self.next_index += count
-                self.num_left_tokens -= count
-                self.last_token = tokens[-1]
-                return tokens
         for number, (token, told) in enumerate(itertools.zip_longest(tokens, logprobs), start=1):
             self.append(token, told)
             if self.finish is not None:
@@ -179,18 +187,22 @@ class DecodeSequence:
         self.num_covered_blocks = len(self.block_table)
         return blocks
 
-    def keys_of_stored(self, block_size_tokens: int, looks_one_token_ahead: bool) -> list[bytes]:
-        """Keys of the full blocks in the cache, as far as they are known by now."""
+    def unpublished_keys(self, block_size_tokens: int, looks_one_token_ahead: bool) -> list[bytes]:
+        """Keys of the full blocks in the cache that are not in the prefix index yet, as far as they are known by now."""
         num_full = self.num_stored_tokens // block_size_tokens
         if num_full > len(self.keys):
-            self.keys = extend_block_keys(self.keys, self.tokens, self.salt, block_size_tokens, looks_one_token_ahead)
-        return self.keys[:num_full]
+            append_block_keys(self.keys, self.tokens, self.salt, block_size_tokens, looks_one_token_ahead)
+        return self.keys[self.num_published_blocks : num_full]
 
 
 class DecodeSequences:
-    """All sequences of one worker, by transfer and by phase, oldest first. One loop owns it."""
+    """All sequences of one worker, by transfer and by phase, oldest first. One loop owns it.
+
+    num_running_changes: grows whenever `running` would be another list, so that what was made of it can be kept until then.
+    """
 
     def __init__(self) -> None:
+        self.num_running_changes = 0
         self._ages = itertools.count()
         self._of_transfer: dict[TransferId, DecodeSequence] = {}
         self._of_id: dict[SequenceId, DecodeSequence] = {}
@@ -209,7 +221,7 @@ class DecodeSequences:
     def move(self, sequence: DecodeSequence, phase: Phase) -> None:
         """Move a sequence on. Raises AssertionError for a move that PHASE_TRANSITIONS does not have."""
         assert phase in PHASE_TRANSITIONS[sequence.phase], f"{sequence.sequence_id} is {sequence.phase.value}, not {phase.value} next"
-        self._in_phase[sequence.phase].remove(sequence)
+        self._leave_phase(sequence)
         sequence.phase = phase
         self._insert(sequence)
 
@@ -217,8 +229,9 @@ class DecodeSequences:
         """Forget a sequence; the one forgotten, if it was known."""
         sequence = self._of_transfer.pop(transfer, None)
         if sequence is not None:
+            sequence.is_dropped = True
             del self._of_id[sequence.sequence_id]
-            self._in_phase[sequence.phase].remove(sequence)
+            self._leave_phase(sequence)
         return sequence
 
     def of_transfer(self, transfer: TransferId) -> DecodeSequence | None:
@@ -233,6 +246,20 @@ class DecodeSequences:
         """The sequences in this phase, oldest first. Not to be changed."""
         return self._in_phase[phase]
 
+    def await_grammar(self, sequence: DecodeSequence) -> None:
+        """No step draws for the sequence until `take_grammar`."""
+        sequence.awaits_grammar = True
+        self.num_running_changes += 1
+
+    def take_grammar(self, sequence: DecodeSequence, state: GrammarState | None) -> None:
+        """The grammar that was awaited has come, or is not wanted any more."""
+        sequence.grammar, sequence.awaits_grammar = state, False
+        self.num_running_changes += 1
+
+    def drawable(self, phase: Phase) -> list[DecodeSequence]:
+        """Those of a phase whose grammar is not awaited, oldest first, new list."""
+        return [sequence for sequence in self._in_phase[phase] if not sequence.awaits_grammar]
+
     def all(self) -> list[DecodeSequence]:
         """Every sequence, the finished ones included, new list."""
         return list(self._of_transfer.values())
@@ -242,7 +269,12 @@ class DecodeSequences:
         """Sequences that are not finished."""
         return len(self._of_transfer) - len(self._in_phase[Phase.FINISHED])
 
+    def _leave_phase(self, sequence: DecodeSequence) -> None:
+        self.num_running_changes += sequence.phase is Phase.RUNNING
+        self._in_phase[sequence.phase].remove(sequence)
+
     def _insert(self, sequence: DecodeSequence) -> None:
+        self.num_running_changes += sequence.phase is Phase.RUNNING
         bisect.insort(self._in_phase[sequence.phase], sequence, key=_age_of)
 
 

@@ -30,11 +30,14 @@ class TokenOutbox:
             )
         else:
             delta = TokenDelta(sequence.transfer, first_index, tokens, sequence.finish, sequence.num_cached_tokens)
-        waiting = self._waiting.get(sequence.router)
+        self.waiting_for(sequence.router).append(delta)
+
+    def waiting_for(self, router: PeerId) -> list[TokenDelta]:
+        """What waits for a gateway; whoever adds to it does so before the next `flush`."""
+        waiting = self._waiting.get(router)
         if waiting is None:
-            self._waiting[sequence.router] = [delta]
-        else:
-            waiting.append(delta)
+            waiting = self._waiting[router] = []
+        return waiting
 
     def flush(self) -> None:
         """Post one frame to each gateway that has tokens waiting. Never blocks; a gateway that cannot be reached asks again."""

@@ -23,6 +23,7 @@ from glm_runtime.ops.add_rms_norm import add_rms_norm
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.parallel.collectives import Collectives
 from glm_runtime.parallel.context import ParallelContext, one_rank
+from glm_runtime.parallel.prefill_context import RowShare, share_rows
 from glm_runtime.rope import RopeTable
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.vocabulary import Scores, embed
@@ -39,6 +40,13 @@ class ForcedChoices:
 
     lists: Mapping[int, Tensor] = field(default_factory=dict)
     experts: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def shared(self, share: RowShare) -> "ForcedChoices":
+        """Those of the rows that this rank computes."""
+        return ForcedChoices(
+            lists={layer: share.take(rows, -1) for layer, rows in self.lists.items()},
+            experts={layer: share.take(rows, -1) for layer, rows in self.experts.items()},
+        )
 
     def padded(self, num_rows: int) -> "ForcedChoices":
         """The same with free rows added up to `num_rows`, as the step's padding."""
@@ -101,8 +109,22 @@ class GlmModel:
     context: ParallelContext
 
     def forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices | None = None) -> Tensor:
-        """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new."""
+        """Compute a step's rows and store their keys. Returns [T, hidden]: hidden states after the final norm, new.
+
+        Ranks that share rows compute their own and have all of them in the end, without the padding.
+        """
         forced = forced or ForcedChoices()
+        share = self.share(batch, cache)
+        if share is None:
+            return self._forward(batch, cache, forced)
+        return share.whole(self._forward(share.batch, cache, forced.shared(share)))
+
+    def share(self, batch: StepBatch, cache: PagedCache) -> RowShare | None:
+        """How ranks share these rows, where they do."""
+        topk, row_tile = self.config.index_topk, self.numerics.gemm.row_tile
+        return share_rows(batch, self.context, index_topk=topk, block_size_tokens=cache.block_size_tokens, row_tile=row_tile)
+
+    def _forward(self, batch: StepBatch, cache: PagedCache, forced: ForcedChoices) -> Tensor:
         residual = self.embed(batch.tokens)
         owed: tuple[Tensor, ...] = ()
         rope = self.rope.at(batch.positions)

@@ -7,6 +7,7 @@ parallel a rank has whole routed experts instead, and of every row's experts it 
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
@@ -14,7 +15,8 @@ from glm_runtime.numerics import Numerics
 from glm_runtime.ops.moe_experts import moe_experts
 from glm_runtime.ops.moe_route import Routing, moe_route
 from glm_runtime.parallel.context import ParallelContext
-from glm_runtime.parallel.expert import ExpertPlacement
+from glm_runtime.parallel.expert import dispatch_experts, part_of, starting_placement
+from glm_runtime.parallel.expert_balance import ExpertShelf
 from glm_runtime.weights import MlpWeights, MoeWeights
 
 
@@ -52,25 +54,34 @@ class MixtureOfExperts:
         return self.routed(hidden, chosen, gates), self.shared.forward(hidden)
 
     def routed(self, hidden: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
-        """[T, hidden] fp32, new: the weighed sum over each row's experts, as far as this rank has them.
+        """[T, hidden] fp32, new: the weighed sum over each row's experts, as far as it is this tensor rank's to give.
 
-        Where all ranks have the same rows nothing travels: each computes what it has, and the sum over tensor ranks completes it.
+        Where all ranks have the same rows nothing travels: each computes what it has, and the sum over tensor ranks completes it. Where
+        ranks have different rows, each sends its own to their experts; of rows that tensor ranks have in common each takes a part.
         """
-        if self.placement is not None:
-            assert not self.context.layout.shards_rows, "rows of several ranks would have to travel to their experts"
-            chosen = self.placement.here(chosen, self.context.world.rank)
-        return self.local(hidden, chosen, gates)
+        if self.shelf is None:
+            return self.local(hidden, chosen, gates)
+        self.shelf.count(chosen)
+        placement = self.shelf.placement
+        if not self.context.layout.shards_rows:
+            return self.local(hidden, placement.here(chosen, self.context.world.rank), gates)
+        own = part_of(hidden.shape[0], self.context.tensor.size, self.context.tensor.rank)
+        routed = torch.zeros(hidden.shape, dtype=torch.float32)
+        routed[own] = dispatch_experts(hidden[own], chosen[own], gates[own], placement, self.context.world, self.local)
+        return routed
 
     def local(self, hidden: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
         """The experts of this rank, by slot: `LocalExperts`."""
-        weights, numerics = self.weights, self.numerics
-        return moe_experts(hidden, slots, gates, weights.gate_up, weights.down, gemm=numerics.gemm, impl=numerics.impl)
+        experts, numerics = self.weights.experts, self.numerics
+        return moe_experts(hidden, slots, gates, experts.gate_up, experts.down, gemm=numerics.gemm, impl=numerics.impl)
 
     @cached_property
-    def placement(self) -> ExpertPlacement | None:
-        """Which rank has which experts; None where every rank has all of them, or parts."""
+    def shelf(self) -> ExpertShelf | None:
+        """Which rank has which experts, and those of this one; None where every rank has all of them, or parts."""
         layout = self.context.layout
-        return ExpertPlacement.even(self.config.n_routed_experts, layout.ep_size) if layout.ep_size > 1 else None
+        if layout.ep_size == 1:
+            return None
+        return ExpertShelf(self.weights.experts, starting_placement(self.config.n_routed_experts, layout))
 
     @cached_property
     def shared(self) -> GatedMlp:

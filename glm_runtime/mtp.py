@@ -33,7 +33,27 @@ class MtpLayer:
 
         hidden: [T, hidden], of the rows' positions, after the norm that made it. selection: None lets the layer's own indexer choose
         and stores index keys (step 0). Returns m [T, hidden], new, and the selection.
+
+        Ranks that share rows compute their own of step 0 and have all of m in the end, but the selection of their own rows only
+        (`whole_selection`). Draft steps after it have few rows and store nothing: each rank computes all of them.
         """
+        share = self.target.share(batch, cache) if selection is None else None
+        if share is None:
+            return self._forward(hidden, batch, cache, selection)
+        own, selection = self._forward(share.take(hidden), share.batch, cache, None)
+        return share.whole(own), selection
+
+    def whole_selection(self, selection: Selection, batch: StepBatch, cache: PagedCache) -> Selection:
+        """What step 0 over `batch` has chosen for all of its rows; `selection`: for those of this rank."""
+        share = self.target.share(batch, cache)
+        if share is None:
+            return selection
+        group, lists = self.layer.attention.group, share.whole(selection.lists)
+        opened = group.open(*lists.shape)
+        opened.copy_(lists)
+        return group.convert(opened, batch, cache.region(MTP_MLA_KV, self.layer.attention.layer), self.target.numerics.impl)
+
+    def _forward(self, hidden: Tensor, batch: StepBatch, cache: PagedCache, selection: Selection | None) -> tuple[Tensor, Selection]:
         target = self.target
         norms = EhNorms(self.weights.embedding_norm, self.weights.hidden_norm, target.config.rms_norm_eps)
         tokens, embedding = batch.tokens, target.weights.embedding

@@ -12,6 +12,7 @@ from glm_runtime.checkpoint import check_checkpoint, checkpoint_digest, tokenize
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.model import GlmModel, build_model
+from glm_runtime.moe import MixtureOfExperts
 from glm_runtime.mtp import MtpLayer, build_mtp
 from glm_runtime.native.library import choose_kernels
 from glm_runtime.numerics import make_numerics, weight_dtype
@@ -19,7 +20,8 @@ from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.parallel.context import ParallelContext, one_rank
-from glm_runtime.parallel.expert import ExpertPlacement
+from glm_runtime.parallel.expert import starting_placement
+from glm_runtime.parallel.expert_balance import ExpertBalancer
 from glm_runtime.parallel.layout import check_layout
 from glm_runtime.parallel.weight_cut import WeightCut, cut_weights
 from glm_runtime.runtime_config import MOST_DRAFTS, RuntimeConfig, choose_max_drafts
@@ -130,20 +132,46 @@ class GlmRuntime:
         """Bind the model to a pool. The memory must outlive the runner. Raises ValueError if its blocks have another size."""
         if pool_memory.block_bytes != self.layout.block_bytes:
             raise ValueError(f"the pool's blocks have {pool_memory.block_bytes} bytes; this layout's have {self.layout.block_bytes}")
-        return ModelRunner(
-            self.model, PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks), self.mtp, self.runtime_config.verification
-        )
+        cache = PagedCache(self.layout, pool_memory.buffer, pool_memory.num_blocks)
+        return ModelRunner(self.model, cache, self.mtp, self.runtime_config.verification, self._balancer())
+
+    def _balancer(self) -> ExpertBalancer | None:
+        """What moves experts, where they are spread over ranks and may be moved."""
+        every_steps = self.runtime_config.num_balance_steps
+        layers = [*self.model.layers, *([self.mtp.layer] if self.mtp is not None else [])]
+        shelves = [layer.mlp.shelf for layer in layers if isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shelf is not None]
+        return ExpertBalancer(shelves, self.model.context.world, every_steps) if every_steps and shelves else None
 
 
 def _cut(config: GlmConfig, context: ParallelContext) -> WeightCut:
     layout = context.layout
-    experts = ExpertPlacement.even(config.n_routed_experts, layout.ep_size).slots[context.rank] if layout.ep_size > 1 else None
+    experts = starting_placement(config.n_routed_experts, layout).slots[context.rank] if layout.ep_size > 1 else None
     return cut_weights(layout, context.rank, experts)
+
+
+def check_balance(runtime_config: RuntimeConfig) -> None:
+    """Raises ConfigError where experts would be placed by load, and numerics forbid it."""
+    if runtime_config.num_balance_steps < 0:
+        raise ConfigError(f"is {runtime_config.num_balance_steps}; expected 0 (never) or more", path="runtime.num_balance_steps")
+    layout = runtime_config.parallel
+    if layout.ep_size == 1 or runtime_config.numerics != "deterministic":
+        return
+    for path, value in (
+        ("runtime.num_balance_steps", runtime_config.num_balance_steps),
+        ("runtime.parallel.num_redundant_experts", layout.num_redundant_experts),
+    ):
+        if value:
+            raise ConfigError(
+                f"is {value}, but numerics are deterministic: where experts are placed by load, the last bits of an answer depend on other "
+                "requests; set it to 0, or runtime.numerics = 'fast'",
+                path=path,
+            )
 
 
 def check_runtime_config(runtime_config: RuntimeConfig, config: GlmConfig, layout: CacheLayout) -> None:
     """Refuse what cannot run, before weights are read. Raises ConfigError naming the field."""
     check_layout(runtime_config.parallel, config)
+    check_balance(runtime_config)
     if runtime_config.cache_bytes < layout.block_bytes:
         raise ConfigError(
             f"is {runtime_config.cache_bytes}; one block of {layout.block_size_tokens} tokens takes {layout.block_bytes} bytes",

@@ -24,6 +24,8 @@ class RuntimeConfig:
     """One rank's runtime.
 
     parallel: how the replica is cut, of which this is one rank; sizes and thread counts below are each rank's.
+    num_balance_steps: steps between two looks at what experts are asked for, where they are spread over ranks; those of the fullest
+    rank then move. 0 is never, and the only choice in deterministic mode.
     attention_backend: whose kernels read the MLA cache; "auto" takes this runtime's own. cache_format: of the MLA cache; "auto" and
     "fp8" become what the backend reads on this device. index_format: of the index keys; "auto" follows the MLA cache. index_scale:
     bytes of an index key's scale; "auto" follows format and device. `cache_format.py` has the table of all four.
@@ -57,6 +59,7 @@ class RuntimeConfig:
     min_draft_probability: float | None = None
     verification: VerificationChoice = "exact"
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
+    num_balance_steps: int = 0
 
 
 def choose_max_drafts(runtime_config: RuntimeConfig, config: GlmConfig) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glm_runtime.config import GlmConfig
 from glm_runtime.packed_matrix import Operand, StackPacker, pack
+from glm_runtime.parallel.expert_balance import ExpertStacks
 from glm_runtime.parallel.weight_cut import WeightCut
 from glm_runtime.stored_tensors import StoredTensor, stored_tensors
 from glm_runtime.tensor_check import check_tensors
@@ -59,13 +60,11 @@ class MlpWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeWeights:
-    """router [E, hidden] and bias [E], fp32, of all experts; gate_up [slots, 2 I, hidden] and down [slots, hidden, I] of those that are
-    here; the shared expert."""
+    """router [E, hidden] and bias [E], fp32, of all experts; the stacks of those that are here; the shared expert."""
 
     router: Operand
     bias: Tensor
-    gate_up: Operand
-    down: Operand
+    experts: ExpertStacks
     shared: MlpWeights
 
 
@@ -248,7 +247,7 @@ def gemm_shapes(weights: ModelWeights) -> set[tuple[int, int]]:
         if layer.indexer is not None:
             matrices += [layer.indexer.queries, layer.indexer.key_and_weights]
         if isinstance(mlp, MoeWeights):
-            matrices += [mlp.router, mlp.gate_up, mlp.down, mlp.shared.gate_up, mlp.shared.down]
+            matrices += [mlp.router, mlp.experts.gate_up, mlp.experts.down, mlp.shared.gate_up, mlp.shared.down]
         else:
             matrices += [mlp.gate_up, mlp.down]
         shapes.update(_product(matrix) for matrix in matrices)
@@ -320,7 +319,9 @@ def _moe(source: TensorSource, config: GlmConfig, prefix: str) -> MoeWeights:
     return MoeWeights(
         router=source.fp32_operand(prefix + "gate.weight"),
         bias=source.fp32(prefix + "gate.e_score_correction_bias"),
-        gate_up=source.operands([(expert + "gate_proj.weight", expert + "up_proj.weight") for expert in experts], is_gated=True),
-        down=source.operands([(expert + "down_proj.weight",) for expert in experts]),
+        experts=ExpertStacks(
+            gate_up=source.operands([(expert + "gate_proj.weight", expert + "up_proj.weight") for expert in experts], is_gated=True),
+            down=source.operands([(expert + "down_proj.weight",) for expert in experts]),
+        ),
         shared=_mlp(source, prefix + "shared_experts."),
     )

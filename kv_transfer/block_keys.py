@@ -27,15 +27,24 @@ def extend_block_keys(
 
     tokens: packed; also where they still grow, since copying a long context costs more than the key of its newest block.
     """
-    extra_tokens = 1 if looks_one_token_ahead else 0
-    num_full = max(count_tokens(tokens) - extra_tokens, 0) // block_size_tokens
+    num_full = max(count_tokens(tokens) - looks_one_token_ahead, 0) // block_size_tokens
     keys = known[:num_full]
+    append_block_keys(keys, tokens, salt, block_size_tokens, looks_one_token_ahead)
+    return keys
+
+
+def append_block_keys(
+    keys: list[bytes], tokens: PackedTokens | bytearray, salt: bytes, block_size_tokens: int, looks_one_token_ahead: bool
+) -> None:
+    """Add to the keys of the first blocks of `tokens` those of its other full blocks. Costs what it adds, however long the context."""
+    num_full = max(count_tokens(tokens) - looks_one_token_ahead, 0) // block_size_tokens
+    if len(keys) >= num_full:
+        return
     parent = keys[-1] if keys else hashlib.sha256(salt).digest()
-    stride = block_size_tokens * TOKEN_BYTES
+    stride, extra_bytes = block_size_tokens * TOKEN_BYTES, looks_one_token_ahead * TOKEN_BYTES
     view = memoryview(tokens)
-    for index in range(len(keys), num_full):
+    for start in range(len(keys) * stride, num_full * stride, stride):
         digest = hashlib.sha256(parent)
-        digest.update(view[index * stride : (index + 1) * stride + extra_tokens * TOKEN_BYTES])
+        digest.update(view[start : start + stride + extra_bytes])
         parent = digest.digest()[:BLOCK_KEY_BYTES]
         keys.append(parent)
-    return keys

@@ -102,7 +102,7 @@ class BlockPool:
         block_id = heapq.heappop(self._free)
         assert not self._holders[block_id], f"block {block_id} is handed out under {self._holders[block_id]}"
         self._generations[block_id] = Generation(self._generations[block_id] + 1)
-        self.advance([block_id], BlockEvent.HANDED_OUT)
+        self._states[block_id] = advance(BLOCK_TRANSITIONS, self._states[block_id], BlockEvent.HANDED_OUT)
         self._add(block_id, holder)
         return block_id
 
@@ -146,10 +146,14 @@ class BlockPool:
 
     def _add(self, block_id: BlockId, holder: Holder) -> None:
         self._holders[block_id].add(holder)
-        self._held_by.setdefault(holder, set()).add(block_id)
-        if holder.kind is HolderKind.QUARANTINE:
+        held = self._held_by.get(holder)
+        if held is None:
+            held = self._held_by[holder] = set()
+        held.add(block_id)
+        kind = holder.kind
+        if kind is HolderKind.QUARANTINE:
             self._quarantined.add(block_id)
-        if holder != CACHE:
+        if kind is not HolderKind.CACHE:
             self._evictable.pop(block_id, None)
 
     def _remove(self, block_id: BlockId, holder: Holder) -> None:
@@ -203,9 +207,10 @@ class BlockPool:
         The first publisher of a key wins. The caller must hold the block, and it must be committed, or computed here just now.
         """
         assert self._holders[block_id], f"block {block_id} is published without a holder"
-        if self._states[block_id] is BlockState.ALLOCATED:
-            self.advance([block_id], BlockEvent.COMPUTED)
-        assert self._states[block_id] is BlockState.COMMITTED, f"block {block_id} is {self._states[block_id].value}, not committed"
+        state = self._states[block_id]
+        if state is BlockState.ALLOCATED:
+            state = self._states[block_id] = advance(BLOCK_TRANSITIONS, state, BlockEvent.COMPUTED)
+        assert state is BlockState.COMMITTED, f"block {block_id} is {state.value}, not committed"
         known = self._key_of.get(block_id)
         assert known is None or known == key, f"block {block_id} is already published under another key"
         if self._block_of.setdefault(key, block_id) != block_id:
@@ -255,7 +260,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that allocate could hand out now."""
-        return self.num_free + self.num_cached
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_unpromised(self) -> int:

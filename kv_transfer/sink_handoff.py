@@ -113,7 +113,8 @@ class SinkHandoff:
     @property
     def is_live(self) -> bool:
         """Whether the worker still has something to do for it."""
-        return self.state not in (SinkState.DRAINING, SinkState.CLOSED)
+        state = self.state
+        return state is not SinkState.DRAINING and state is not SinkState.CLOSED
 
     @property
     def is_closed(self) -> bool:

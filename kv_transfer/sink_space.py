@@ -50,7 +50,8 @@ class SinkSpace:
         assert self._blocks.keys().isdisjoint(empty), "a place of the table is filled once"
         ids = pool.allocate(len(empty), self._holder)
         self._blocks.update(zip(empty, ids, strict=True))
-        self._take_from_credit(pool, len(empty))
+        if self.credit_blocks:
+            self._take_from_credit(pool, len(empty))
         return tuple(ids)
 
     def grow(self, pool: BlockPool, num_blocks: int) -> tuple[BlockId, ...]:

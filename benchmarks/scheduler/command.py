@@ -31,7 +31,7 @@ CASES = (
     Case(what="32 requests of 8K x 6 rows: per step", num_requests=32, has_drafts=True, goal_us=60.0, per=1),
 )
 NUM_PREFILLS = 16
-WINDOW_STEPS = 24
+WINDOW_STEPS = 48
 """Steps are averaged over so many, since not each of them does all that has to be done, and the median taken of that."""
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 
 from glm_runtime.engine.calibration import LEAST_COST_S, MeasuredCosts
 from glm_runtime.engine.draft_budget import CostCurve, StepCosts
@@ -21,7 +22,8 @@ class DraftMeter:
     """Counts are kept by (drafted, accepted) until somebody asks: there is one for each sequence of each step."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], int] = {}
+        self._waiting: Counter[tuple[int, int]] = Counter()
+        self._waiting_made: Counter[tuple[int, int]] = Counter()
         self._drafted = [0] * MOST_DRAFTS
         self._accepted = [0] * MOST_DRAFTS
         self._recent_drafted = [0.0] * MOST_DRAFTS
@@ -32,25 +34,29 @@ class DraftMeter:
     def count(self, *, num_drafted: int, num_accepted: int) -> None:
         """One sequence's part of one step."""
         if num_drafted:
-            outcome = (num_drafted, num_accepted)
-            self._waiting[outcome] = self._waiting.get(outcome, 0) + 1
+            self._waiting[num_drafted, num_accepted + 1] += 1
 
-    def count_all(self, outcomes: Iterable[tuple[int, int]]) -> None:
-        """Many sequences' parts: how many each had drafted, at least one, and how many of them held."""
-        for outcome, count in Counter(outcomes).items():
-            self._waiting[outcome] = self._waiting.get(outcome, 0) + count
+    def count_runs(self, runs: Iterable[tuple[int, int]]) -> None:
+        """Many sequences' parts of one step: how many drafts each had, and how many tokens it has got, which is one more than held."""
+        self._waiting.update(runs)
 
     def count_made(self, lengths: Iterable[int], num_wanted: int) -> None:
         """What one step has made of drafts: how many for each sequence, of `num_wanted`. Only asked for where drafting stops early."""
-        for length, count in Counter(lengths).items():
-            kept = FORGETTING**count
-            for position in range(num_wanted):
-                self._recent_wanted[position] = self._recent_wanted[position] * kept + count
-                self._recent_made[position] = self._recent_made[position] * kept + (count if position < length else 0)
+        self._waiting_made.update(zip(lengths, repeat(num_wanted)))
 
     @property
     def made(self) -> tuple[float, ...]:
         """Share of the sequences that made a draft, by position; all of them where nothing is known, and never more than before it."""
+        waiting, self._waiting_made = self._waiting_made, Counter()
+        kept = FORGETTING ** waiting.total()
+        num_positions = max([num_wanted for _, num_wanted in waiting], default=0)
+        for position in range(num_positions):
+            self._recent_wanted[position] *= kept
+            self._recent_made[position] *= kept
+        for (length, num_wanted), count in waiting.items():
+            for position in range(num_wanted):
+                self._recent_wanted[position] += count
+                self._recent_made[position] += count if position < length else 0
         return _shares(self._recent_wanted, self._recent_made, 1.0)
 
     @property
@@ -66,13 +72,13 @@ class DraftMeter:
         return self._accepted
 
     def _fold(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        kept = FORGETTING ** sum(waiting.values())
+        waiting, self._waiting = self._waiting, Counter()
+        kept = FORGETTING ** sum([count for (num_drafted, _), count in waiting.items() if num_drafted])
         self._recent_drafted = [count * kept for count in self._recent_drafted]
         self._recent_accepted = [count * kept for count in self._recent_accepted]
-        for (num_drafted, num_accepted), count in waiting.items():
+        for (num_drafted, num_drawn), count in waiting.items():
             for position in range(num_drafted):
-                held = count if position < num_accepted else 0
+                held = count if position < num_drawn - 1 else 0
                 self._drafted[position] += count
                 self._accepted[position] += held
                 self._recent_drafted[position] += count

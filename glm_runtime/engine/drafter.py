@@ -104,6 +104,7 @@ class Drafter:
         recycled, selection = self._first.run(batch, hidden)
         if not wanted:
             return {}
+        selection = self._mtp.whole_selection(selection, batch, self._cache)
         drafting = [
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
         ]

@@ -21,6 +21,7 @@ from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.expert_balance import ExpertBalancer
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
@@ -34,13 +35,21 @@ class ModelRunner:
     Made by `GlmRuntime.attach`. `run` may be called while other threads read or write blocks that the plan does not name.
     """
 
-    def __init__(self, model: GlmModel, cache: PagedCache, mtp: MtpLayer | None = None, verification: VerificationChoice = "exact") -> None:
+    def __init__(
+        self,
+        model: GlmModel,
+        cache: PagedCache,
+        mtp: MtpLayer | None = None,
+        verification: VerificationChoice = "exact",
+        balancer: ExpertBalancer | None = None,
+    ) -> None:
         for group in model.groups:
             group.check_regions([cache.region(MLA_KV, layer) for layer in group.layers])
         self.model = model
         self.cache = cache
         self._tables = BlockTables(cache.num_blocks)
         self._verification = verification
+        self._balancer = balancer
         self._drafter = Drafter(mtp, cache, self._tables, draws=verification == "ratio") if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -73,6 +82,8 @@ class ModelRunner:
             samples = tell_samples(plan, drawn, self.model.context.worker)
             drawn_at_s = time.perf_counter()
             drafts = self._drafter.follow(plan, hidden, samples) if self._drafter is not None else {}
+            if self._balancer is not None:
+                self._balancer.after_step()
             return StepResult(
                 step_number=plan.step_number,
                 samples=samples,

@@ -5,7 +5,7 @@ A holder is taken when a sequence first joins a step and given back when it has 
 sequence that decodes a thousand steps costs its blocks one holder each, not a thousand.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.identity import BlockId, SequenceId
@@ -16,7 +16,7 @@ class StepHolders:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._in_flight: frozenset[SequenceId] = frozenset()
+        self._in_flight: Collection[SequenceId] = ()
         self._left: set[SequenceId] = set()
 
     def cover(self, sequence_id: SequenceId, block_ids: Iterable[BlockId]) -> None:
@@ -25,6 +25,8 @@ class StepHolders:
 
     def uncover(self, sequence_id: SequenceId) -> None:
         """The sequence joins no further step: give its blocks back, at once or when the step in flight has returned."""
+        if self._in_flight and not isinstance(self._in_flight, frozenset):
+            self._in_flight = frozenset(self._in_flight)  # asked of few steps: most of them lose nobody
         if sequence_id in self._in_flight:
             self._left.add(sequence_id)
         else:
@@ -33,11 +35,11 @@ class StepHolders:
     def launch(self, sequence_ids: Iterable[SequenceId]) -> None:
         """A step with these sequences begins; at most one is in flight."""
         assert not self._in_flight, "a step is launched while another is in flight"
-        self._in_flight = frozenset(sequence_ids)
+        self._in_flight = tuple(sequence_ids)
 
     def land(self) -> None:
         """The step in flight has returned: no byte of it is stored any more."""
-        self._in_flight = frozenset()
+        self._in_flight = ()
         for sequence_id in self._left:
             self._pool.release_all(_holder_of(sequence_id))
         self._left.clear()

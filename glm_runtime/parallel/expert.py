@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm_runtime.parallel.collectives import Collectives
+from glm_runtime.parallel.layout import ParallelLayout
 
 ABSENT = -1
 """Instead of an expert's number: none here."""
@@ -90,6 +91,19 @@ class ExpertPlacement:
         ranks, slots = self._places
         turn = (np.arange(chosen.shape[0])[:, None] + rank) % self.copies[chosen]
         return ranks[chosen, turn], slots[chosen, turn]
+
+
+def starting_placement(num_experts: int, layout: ParallelLayout) -> ExpertPlacement:
+    """Before any load is known: neighbours together, and copies of the first ones in the slots that are left."""
+    num_slots = num_experts // layout.ep_size + layout.num_redundant_experts
+    if not layout.num_redundant_experts:
+        return ExpertPlacement.even(num_experts, layout.ep_size)
+    return find_placement([1.0] * num_experts, layout.ep_size, num_slots)
+
+
+def part_of(num_rows: int, size: int, rank: int) -> slice:
+    """Rank `rank`'s part of rows that all ranks have; parts are neighbours and differ by one row at most."""
+    return slice(num_rows * rank // size, num_rows * (rank + 1) // size)
 
 
 def dispatch_experts(

@@ -48,6 +48,7 @@ class ParallelLayout:
     is_expert_parallel: whole experts on each rank of the replica; else each tensor group cuts every expert. dcp_combine: "a2a"
     exchanges outputs and log-sums once, "ag_rs" gathers log-sums and scatters outputs. replicates_queries: q_b and W_UK whole in a decode
     context group, so that nobody gathers queries. replicates_embedding: else the vocabulary is cut and rows are summed.
+    num_redundant_experts: further slots of each rank, for copies of the experts that are asked for most.
     """
 
     tp_size: int = 1
@@ -58,6 +59,7 @@ class ParallelLayout:
     dcp_combine: CombineChoice = "a2a"
     replicates_queries: bool = True
     replicates_embedding: bool = False
+    num_redundant_experts: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -135,6 +137,12 @@ def check_layout(layout: ParallelLayout, config: GlmConfig, path: str = "runtime
         )
     if layout.dcp_combine not in ("a2a", "ag_rs"):
         raise ConfigError(f"is {layout.dcp_combine!r}; expected 'a2a' or 'ag_rs'", path=f"{path}.dcp_combine")
+    most = config.n_routed_experts - config.n_routed_experts // layout.ep_size
+    if not 0 <= layout.num_redundant_experts <= most or (layout.num_redundant_experts and layout.ep_size == 1):
+        raise ConfigError(
+            f"is {layout.num_redundant_experts}; expected 0 to {most} with is_expert_parallel, 0 without",
+            path=f"{path}.num_redundant_experts",
+        )
     cuts: list[tuple[str, int, str, int]] = [
         ("num_attention_heads", config.num_attention_heads, "tp_size", layout.tp_size),
         ("vocab_size", config.vocab_size, "tp_size", layout.tp_size),

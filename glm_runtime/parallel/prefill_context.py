@@ -18,6 +18,7 @@ from torch.nn import functional
 from glm_runtime.ops.index_logits import KEY_TILE_TOKENS
 from glm_runtime.paged_cache import CacheRegion
 from glm_runtime.parallel.collectives import Collectives
+from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.step_batch import RowSpan, StepBatch, group_scored_rows
 
 
@@ -35,13 +36,19 @@ def zigzag(num_rows: int, size: int, rank: int) -> tuple[RowRange, ...]:
     return tuple(chunk for chunk in chunks if chunk.start < chunk.end)
 
 
-def rows_of(spans: Sequence[RowSpan], num_rows: int, size: int, rank: int) -> NDArray[np.int64]:
-    """The numbers of the rows that a rank computes, in the step's order. Rows of no span, which draft steps have, go round the ranks."""
-    if not spans:
-        return np.arange(rank, num_rows, size)
+def rows_of(spans: Sequence[RowSpan], size: int, rank: int) -> NDArray[np.int64]:
+    """The numbers of the rows that a rank computes, in the step's order."""
     parts = [(span, part) for span in spans for part in zigzag(span.num_rows, size, rank)]
     runs = [np.arange(span.row_start + part.start, span.row_start + part.end) for span, part in parts]
     return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+
+
+def share_rows(batch: StepBatch, context: ParallelContext, *, index_topk: int, block_size_tokens: int, row_tile: int) -> "RowShare | None":
+    """How the ranks of `context` share the step's rows; None where one rank computes them all."""
+    group = context.prefill_context
+    if group.size == 1:
+        return None
+    return RowShare(batch, group, index_topk=index_topk, block_size_tokens=block_size_tokens, row_tile=row_tile)
 
 
 class RowShare:
@@ -52,7 +59,7 @@ class RowShare:
 
     def __init__(self, batch: StepBatch, group: Collectives, *, index_topk: int, block_size_tokens: int, row_tile: int) -> None:
         self._group = group
-        self._rows = [rows_of(batch.spans, batch.num_rows, group.size, rank) for rank in range(group.size)]
+        self._rows = [rows_of(batch.spans, group.size, rank) for rank in range(group.size)]
         self._width = max(len(rows) for rows in self._rows)
         self._own = torch.from_numpy(self._rows[group.rank])
         self._num_padding = -len(self._own) % row_tile if len(self._own) else row_tile
@@ -60,9 +67,9 @@ class RowShare:
         self._exchange_slots(batch.slots.numpy())
         self.batch = self._local(batch, index_topk, block_size_tokens)
 
-    def take(self, x: Tensor) -> Tensor:
-        """This rank's rows of [T, ...], padded with zeros as `batch`."""
-        return functional.pad(x.index_select(0, self._own), (0, 0) * (x.dim() - 1) + (0, self._num_padding))
+    def take(self, x: Tensor, padding: int = 0) -> Tensor:
+        """This rank's rows of [T, ...], padded as `batch` with that value."""
+        return functional.pad(x.index_select(0, self._own), (0, 0) * (x.dim() - 1) + (0, self._num_padding), value=padding)
 
     def whole(self, x: Tensor) -> Tensor:
         """All rows, [num_rows, ...] in the step's order, new, on every rank; x: [T', ...] of this rank's, padded as `batch`."""
@@ -105,7 +112,7 @@ class RowShare:
         return StepBatch(
             tokens=self.take(batch.tokens),
             positions=self.take(batch.positions),
-            slots=functional.pad(batch.slots.index_select(0, self._own), (0, self._num_padding), value=-1),
+            slots=self.take(batch.slots, -1),
             row_sequences=self.take(batch.row_sequences),
             visible=self.take(batch.visible),
             block_tables=batch.block_tables,

@@ -101,6 +101,25 @@ def test_no_fewer_preemptions_would_do(view: DecodeView) -> None:
     assert len(view.running) - len(plan.preempt) == kept
 
 
+@given(views())
+def test_a_view_without_credit_says_that_everybody_has_room(view: DecodeView) -> None:
+    most = max(view.num_drafts, default=0)
+    roomy = dataclasses.replace(view, free_slots=tuple(most + 1 + slots for slots in view.free_slots))
+    assert decide(roomy, LIMITS) == decide(dataclasses.replace(roomy, free_slots=(), credit_blocks=()), LIMITS)
+
+
+@given(views(), st.integers(1, 4))
+def test_who_grows_ahead_takes_nothing_from_anybody(view: DecodeView, ahead_tokens: int) -> None:
+    plan, plain = decide(view, dataclasses.replace(LIMITS, ahead_tokens=ahead_tokens)), decide(view, LIMITS)
+    assert (plan.preempt, plan.rows, plan.row_drafts) == (plain.preempt, plain.rows, plain.row_drafts)
+    assert (plan.resume, plan.chunks) == (plain.resume, plain.chunks)
+    assert set(plain.grow) <= set(plan.grow)
+    early = [sequence_id for sequence_id in plan.grow if sequence_id not in plain.grow]
+    assert all(view.free_slots[view.running.index(sequence_id)] < ahead_tokens for sequence_id in early)
+    beyond_credit = sum(view.credit_blocks[view.running.index(sequence_id)] == 0 for sequence_id in plain.grow)
+    assert not early or view.num_available_blocks - beyond_credit - len(early) >= len(view.running)
+
+
 @dataclass
 class Sequence:
     sequence_id: SequenceId

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from decode_worker.batch import DecodeBatch
 from decode_worker.config import DecodeConfig
 from decode_worker.draft_controller import DraftController
 from decode_worker.sequences import Phase
@@ -147,3 +148,58 @@ def test_what_publishing_takes_is_part_of_a_step() -> None:
         decode.land(now_s + 0.01)
         now_s += 0.015
     assert decode.engine.drafts._costs.costs().overhead_s == pytest.approx(0.015, rel=0.1), "the toy's model takes no time"
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1])
+def test_steps_that_look_for_no_blocks_have_room(max_drafts: int) -> None:
+    world = World(decode_blocks=200, max_drafts=max_drafts)
+    requests = [local_request("a" * count, BLOCK_SIZE_TOKENS * count, 40 + 7 * count) for count in range(1, 7)]
+    coming = list(requests)
+    decode = world.decodes[0]
+    ahead: list[int] = []
+    while coming or decode.num_live:
+        if coming and len(ahead) % 4 == 0:  # who joins has no slot left in its blocks
+            open_all(world, coming.pop())
+        decode.turn(world.now_s)
+        ahead.append(decode.engine.num_roomy_steps)
+        for sequence in decode.sequences.in_phase(Phase.RUNNING):
+            assert sequence.num_stored_tokens <= len(sequence.block_table) * BLOCK_SIZE_TOKENS
+        while world.deliver_one():
+            pass
+    assert sum(map(bool, ahead)) > len(ahead) // 4, "blocks are looked for in some steps, not in all"
+    for request in requests:
+        assert request.output == toy_generate(request.prompt, request.sampling)
+
+
+def test_nothing_is_emitted_for_a_request_that_is_cancelled_while_its_step_runs() -> None:
+    world = World()
+    stays, goes = local_request("a", 5, 9), local_request("bb", 5, 9)
+    open_all(world, stays, goes)
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    assert decode.launch(world.now_s)
+    world.router.cancel(goes.request_id)
+    while world.deliver_one():
+        pass
+    before = len(world.wire.sent)
+    decode.land(world.now_s)
+    deltas = [delta for _, _, message in world.wire.sent[before:] if isinstance(message, Tokens) for delta in message.deltas]
+    assert [delta.transfer for delta in deltas] == [stays.transfer]
+
+
+def test_what_an_awaited_grammar_holds_back_joins_the_batch_when_it_has_come() -> None:
+    world = World()
+    open_all(world, local_request("a", 5, 9))
+    decode = world.decodes[0]
+    decode.turn(world.now_s)
+    (sequence,) = decode.sequences.in_phase(Phase.RUNNING)
+    batch = DecodeBatch()
+    seen = []
+    for awaits in (None, True, False):
+        if awaits is True:
+            decode.sequences.await_grammar(sequence)
+        elif awaits is False:
+            decode.sequences.take_grammar(sequence, None)
+        batch.refresh(decode.sequences)
+        seen.append(batch.ids)
+    assert seen == [(sequence.sequence_id,), (), (sequence.sequence_id,)]

@@ -30,10 +30,6 @@ def test_causal_cost_is_equal_where_chunks_are() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_rows_of_several_sequences_keep_their_order(size: int) -> None:
     spans = [RowSpan(0, 0, 5, 10), RowSpan(1, 5, 6, 99), RowSpan(2, 6, 40, 0)]
-    parts = [rows_of(spans, 40, size, rank) for rank in range(size)]
+    parts = [rows_of(spans, size, rank) for rank in range(size)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(40))
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
-
-
-def test_rows_without_spans_go_round() -> None:
-    assert [rows_of((), 5, 2, rank).tolist() for rank in range(2)] == [[0, 2, 4], [1, 3]]

@@ -10,6 +10,7 @@ import torch
 from glm_runtime.engine.offline import generate
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.parallel.layout import ParallelLayout
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.errors import ConfigError, EngineFault, PromptTooLong
@@ -18,6 +19,7 @@ from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
 from tests.glm_checkpoints import SMALL_FIELDS, write_checkpoint
 
+SPREAD = ParallelLayout(pcp_size=2, is_expert_parallel=True)
 GREEDY = SamplingParameters(max_tokens=6, seed=0, temperature=0.0)
 
 
@@ -71,6 +73,9 @@ def test_a_runtime_knows_its_pool_and_its_limits(runtime: GlmRuntime) -> None:
         ({"attention_backend": "flashmla_sparse"}, "runtime.attention_backend"),
         ({"index_format": "bf16"}, "runtime.index_format"),
         ({"index_scale": "fp32"}, "runtime.index_scale"),
+        ({"num_balance_steps": -1}, "runtime.num_balance_steps"),
+        ({"num_balance_steps": 5, "parallel": SPREAD}, "runtime.num_balance_steps"),
+        ({"parallel": dataclasses.replace(SPREAD, num_redundant_experts=1)}, "runtime.parallel.num_redundant_experts"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_field(directory: Path, changes: dict[str, Any], field: str) -> None:

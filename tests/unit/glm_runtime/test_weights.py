@@ -42,8 +42,8 @@ def test_fused_and_stacked_operands(directory: Path, weights: ModelWeights) -> N
     for expert in range(config.n_routed_experts):
         gate = raw[f"{prefix}mlp.experts.{expert}.gate_proj.weight"]
         up = raw[f"{prefix}mlp.experts.{expert}.up_proj.weight"]
-        assert torch.equal(layer.mlp.gate_up[expert], torch.cat((gate, up)))
-        assert torch.equal(layer.mlp.down[expert], raw[f"{prefix}mlp.experts.{expert}.down_proj.weight"])
+        assert torch.equal(layer.mlp.experts.gate_up[expert], torch.cat((gate, up)))
+        assert torch.equal(layer.mlp.experts.down[expert], raw[f"{prefix}mlp.experts.{expert}.down_proj.weight"])
     assert weights.layers[3].indexer is None
 
 
@@ -61,7 +61,7 @@ def test_what_stays_fp32_in_a_bf16_runtime() -> None:
     mlp = weights.layers[3].mlp
     assert isinstance(mlp, MoeWeights)
     assert mlp.router.dtype == mlp.bias.dtype == weights.final_norm.dtype == torch.float32
-    assert mlp.gate_up.dtype == weights.embedding.dtype == torch.bfloat16
+    assert mlp.experts.gate_up.dtype == weights.embedding.dtype == torch.bfloat16
 
 
 def test_progress_ends_at_all_bytes_without_the_mtp_layer(directory: Path) -> None:

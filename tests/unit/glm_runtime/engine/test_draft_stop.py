@@ -82,6 +82,16 @@ def test_the_meter_counts_what_was_made() -> None:
     assert meter.made[:5] == pytest.approx((0.75, 0.5, 0.25, 0.25, 0.25), abs=0.02)
 
 
+def test_what_was_made_is_judged_alike_in_whatever_order_it_is_told() -> None:
+    shares = []
+    for lengths in ([5] * 200 + [0] * 200, [0] * 200 + [5] * 200):
+        meter = DraftMeter()
+        meter.count_made(lengths, 5)
+        shares.append(meter.made[:5])
+    assert shares[0] == pytest.approx(shares[1])
+    assert shares[0][0] == pytest.approx(0.5, abs=0.02)
+
+
 SURE, UNSURE = [0.0, 9.0, 0.0, 0.0], [0.0, 0.1, 0.0, 0.0]
 
 
