@@ -147,7 +147,7 @@ def test_what_publishing_takes_is_part_of_a_step() -> None:
     while decode.launch(now_s):
         decode.land(now_s + 0.01)
         now_s += 0.015
-    assert decode.engine.drafts._costs.costs().overhead_s == pytest.approx(0.015, rel=0.1), "the toy's model takes no time"
+    assert 0.01 < decode.engine.drafts._costs.costs().overhead_s <= 0.0151, "the toy's model takes no time; an average comes from below"
 
 
 @pytest.mark.parametrize("max_drafts", [0, 1])
