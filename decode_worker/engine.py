@@ -353,11 +353,7 @@ class DecodeEngine:
 
     def _cache_blocks(self, sequence: DecodeSequence) -> None:
         """Full blocks of the answer are found like those of a prompt: the next turn of a conversation begins with them."""
-        index = sequence.num_published_blocks
-        for key in sequence.unpublished_keys(self._limits.block_size_tokens, self._looks_one_token_ahead):
-            self._model.pool.publish(sequence.block_table[index], key)
-            index += 1
-        sequence.num_published_blocks = index
+        sequence.publish_stored(self._model.pool, self._looks_one_token_ahead)
 
 
 def _to_score(sequence: DecodeSequence, chunk: Chunk) -> list[int]:

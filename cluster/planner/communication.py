@@ -125,12 +125,12 @@ def _add_layer(
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * sum(stored))
     if len(stored) == len(components) and num_scored:
         ledger.add_gather(GroupKind.DECODE_CONTEXT, num_scored * ledger.config.index_topk * _PAIR_BYTES)
-    _add_attention(ledger, share.own)
+    add_attention(ledger, share.own)
     if is_moe:
         _add_experts(ledger, share.own)
 
 
-def _add_attention(ledger: Ledger, num_rows: int) -> None:
+def add_attention(ledger: Ledger, num_rows: int) -> None:
     """Queries, outputs and log-sums over a decode context group."""
     kind, config, size = GroupKind.DECODE_CONTEXT, ledger.config, ledger.size(GroupKind.DECODE_CONTEXT)
     own = num_rows * (config.num_attention_heads // ledger.layout.tp_size)  # (row, head) pairs of one rank
@@ -189,5 +189,5 @@ def _add_mtp(ledger: Ledger, cache: CacheLayout, rows: StepRows) -> None:
     for _ in range(rows.num_draft_steps - 1):
         ledger.add_embedding(rows.num_drafting)
         ledger.add_sum(rows.num_drafting, 2)
-        _add_attention(ledger, rows.num_drafting)
+        add_attention(ledger, rows.num_drafting)
         _add_experts(ledger, rows.num_drafting)

@@ -104,11 +104,11 @@ class Drafter:
         recycled, selection = self._first.run(batch, hidden)
         if not wanted:
             return {}
+        assert selection is not None, "step 0 chooses what the further steps attend to"
         selection = self._mtp.whole_selection(selection, batch, self._cache)
         drafting = [
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
         ]
-        assert selection is not None, "step 0 chooses what the further steps attend to"
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)

@@ -108,6 +108,24 @@ def test_blocks_that_the_answer_fills_are_found_by_the_next_turn() -> None:
     assert len(world.decodes[0].model.pool.lookup(keys)) >= num_stored // BLOCK_SIZE_TOKENS
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_pulled_prompt_that_ends_at_a_block_s_edge_is_cached_whole_with_its_only_token(max_drafts: int) -> None:
+    """Token 0 ends the answer, and the block's key looks at it: no row is ever stored after the block."""
+    world = World(max_drafts=max_drafts)
+    decode, gateway = world.decodes[0], world.router.me.peer_id
+    request = BenchRequest(RequestId("a"), list(range(16)), SamplingParameters(max_tokens=1, seed=1))
+    open_all(world, request)
+    world.prefills[0].turn(world.now_s)
+    for _ in range(20):  # the gateway, which would cancel what has ended, hears nothing until the blocks are here
+        while world.deliver_one(lambda _sender, to: to != gateway):
+            pass
+        world.pass_time(0.05)
+    world.settle()
+    assert len(request.output) == 1
+    keys = block_keys(pack_tokens(request.prompt + request.output), b"", BLOCK_SIZE_TOKENS, looks_one_token_ahead=max_drafts > 0)
+    assert len(decode.model.pool.lookup(keys)) == 2
+
+
 def test_a_request_that_cannot_fit_alone_is_refused_with_the_numbers() -> None:
     world = World(decode_blocks=4)
     request = local_request("a", 20, 30)
