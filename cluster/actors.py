@@ -20,16 +20,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement import GroupPlan
 from cluster.process_tree import die_with_parent
-from cluster.worker_spec import WorkerService, WorkerSpec, configure_logging, make_service
+from cluster.worker_spec import WorkerService, WorkerSpec, configure_logging, make_following_service, make_leading_service
 from kv_transfer.errors import ConfigError
 from kv_transfer.identity import WorkerId
 
 CONCURRENT_CALLS = 4
-"""park() occupies one thread for the actor's whole life; stop() and drain() must get through beside it."""
+"""park() occupies one thread for the actor's whole life, group_address() one for a while; stop() and drain() must get through."""
 
 
-class WorkerActor:
-    """One rank's process. It hosts the service in a thread of its own; every method returns at once, except park()."""
+class RankActor:
+    """One rank's process. It hosts the service in a thread of its own; every method returns at once, except those that say otherwise."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         die_with_parent(os.getppid())  # the raylet; Ray's own check asks whether pid 1 has adopted it, which need not be so
@@ -39,6 +39,8 @@ class WorkerActor:
         self._service: WorkerService | None = None
         self._lock = threading.Lock()
         self._is_stopped = False
+        self._address: Future[tuple[str, int] | None] = Future()
+        self._leader: Future[tuple[str, int]] = Future()
         self._outcome: Future[None] = Future()
         threading.Thread(target=self._host, name="worker-service", daemon=True).start()
 
@@ -49,6 +51,14 @@ class WorkerActor:
     def park(self) -> None:
         """Return when the service has ended, or raise what ended it. Its caller also learns at once when this process dies."""
         self._outcome.result()
+
+    def group_address(self) -> tuple[str, int] | None:
+        """Rank 0: where the other ranks connect to. Blocks until it listens."""
+        return self._address.result()
+
+    def join(self, address: tuple[str, int]) -> None:
+        """Another rank: where rank 0 listens."""
+        self._leader.set_result(address)
 
     def drain(self, deadline_s: float) -> None:
         """Accept nothing new, finish within `deadline_s`."""
@@ -65,7 +75,7 @@ class WorkerActor:
 
     def _host(self) -> None:
         try:
-            service = make_service(self._spec)
+            service = self._make_service()
             with self._lock:
                 self._service = service
                 if self._is_stopped:
@@ -73,18 +83,49 @@ class WorkerActor:
             service.run()
         except BaseException as error:
             # The boundary of this process: whatever ended the service goes to its log and, through park(), to the supervisor.
-            logging.getLogger(__name__).exception("worker ended worker_id=%s", self._spec.worker_id)
+            logging.getLogger(__name__).exception("rank ended worker_id=%s rank=%d", self._spec.worker_id, self._spec.rank)
             self._outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             self._outcome.set_result(None)
 
+    def _make_service(self) -> WorkerService:
+        if self._spec.rank == 0:
+            leading = make_leading_service(self._spec)
+            self._address.set_result(leading.group_address)
+            return leading
+        following = make_following_service(self._spec)
+        self._leader.add_done_callback(lambda found: following.join(*found.result()))
+        return following
+
 
 @dataclass(frozen=True, slots=True)
-class RunningActor:
+class RunningRank:
     """A started actor and the future that completes when its service or its process has ended."""
 
     handle: Any
     ended: "Future[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWorker:
+    """The actors of one start of a worker, in order of ranks."""
+
+    ranks: tuple[RunningRank, ...]
+
+    @property
+    def leader(self) -> Any:
+        """Rank 0's actor, which is told to drain and to stop for all."""
+        return self.ranks[0].handle
+
+    @property
+    def has_leader_ended(self) -> bool:
+        """Whether rank 0 has ended; the others end after it, or are killed."""
+        return self.ranks[0].ended.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no rank of it runs any more."""
+        return all(rank.ended.done() for rank in self.ranks)
 
 
 def place_groups(plans: Sequence[GroupPlan], timeout_s: float) -> Mapping[WorkerId, PlacementGroup]:
@@ -96,23 +137,36 @@ def place_groups(plans: Sequence[GroupPlan], timeout_s: float) -> Mapping[Worker
     return groups
 
 
-def start_actor(spec: WorkerSpec, group: PlacementGroup) -> RunningActor:
-    """Start a worker's process in its group; returns before the process is there."""
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
-    actor_class: Any = ray.remote(WorkerActor)
+def start_worker(specs: Sequence[WorkerSpec], group: PlacementGroup) -> RunningWorker:
+    """Start the processes of all ranks of a worker in its group; returns before they are there. specs: in order of ranks.
+
+    Rank 0's address goes to the others by Ray, once it is known; if it never is, they end with rank 0.
+    """
+    ranks = tuple(_start_rank(spec, group) for spec in specs)
+    if len(ranks) > 1:
+        address = ranks[0].handle.group_address.remote()
+        for rank in ranks[1:]:
+            rank.handle.join.remote(address)
+    return RunningWorker(ranks)
+
+
+def _start_rank(spec: WorkerSpec, group: PlacementGroup) -> RunningRank:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=spec.rank)
+    actor_class: Any = ray.remote(RankActor)
     handle = actor_class.options(
-        num_cpus=group.bundle_specs[0]["CPU"],
+        num_cpus=group.bundle_specs[spec.rank]["CPU"],
         scheduling_strategy=strategy,
         max_concurrency=CONCURRENT_CALLS,
         max_restarts=0,  # Ray would restart it under the supervisor's nose, in the middle of its peers' transfers
         max_task_retries=0,
     ).remote(spec)
-    return RunningActor(handle, handle.park.remote().future())
+    return RunningRank(handle, handle.park.remote().future())
 
 
-def kill_actor(actor: RunningActor) -> None:
-    """End the actor's process now."""
-    ray.kill(actor.handle, no_restart=True)
+def kill_worker(worker: RunningWorker) -> None:
+    """End the processes of all its ranks now."""
+    for rank in worker.ranks:
+        ray.kill(rank.handle, no_restart=True)
 
 
 def _write_output_to(log_file: Path) -> None:

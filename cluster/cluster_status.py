@@ -15,7 +15,19 @@ from kv_transfer.link import Party
 from kv_transfer.messages import PartyKind, WorkerEntry, WorkerTable
 
 TOOL_ID = "status"
-COLUMNS = ("id", "role", "pid", "state", "blocks_free", "blocks_cached", "blocks_held", "num_running", "num_waiting", "num_transfers")
+COLUMNS = (
+    "id",
+    "role",
+    "parallel",
+    "pid",
+    "state",
+    "blocks_free",
+    "blocks_cached",
+    "blocks_held",
+    "num_running",
+    "num_waiting",
+    "num_transfers",
+)
 
 
 def read_status(run: RunState, timeout_s: float) -> dict[str, Any]:
@@ -60,6 +72,8 @@ def describe_worker(entry: WorkerEntry) -> dict[str, Any]:
         "id": entry.address.worker_id,
         "role": entry.role,
         "pid": entry.pid,
+        "parallel": entry.parallel,
+        "rank_pids": list(entry.rank_pids),
         "state": entry.state.value,
         "incarnation": f"{entry.address.incarnation:x}",
         "address": f"{entry.address.host}:{entry.address.port}",

@@ -7,14 +7,15 @@ or the command line (`config_file.py`), nor what a single dial means (the config
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import glm_runtime
-from cluster.placement import Pool
+from cluster.placement import Pool, Role
 from cluster.reconcile import RestartPolicy
+from cluster.replica_layout import find_layout_mistakes
 from cluster.run_state import default_state_dir
 from decode_worker.config import DecodeConfig
 from glm_runtime.cache_format import SERVING_DEVICE, choose_cache_formats
@@ -73,14 +74,23 @@ class ServeConfig:
     def pools(self) -> tuple[Pool, Pool]:
         """The two worker pools."""
         return (
-            Pool(role="prefill", num_workers=self.cluster.num_prefill_workers),
-            Pool(role="decode", num_workers=self.cluster.num_decode_workers),
+            Pool(role="prefill", num_workers=self.cluster.num_prefill_workers, num_ranks=self.prefill.parallel.num_ranks),
+            Pool(role="decode", num_workers=self.cluster.num_decode_workers, num_ranks=self.decode.parallel.num_ranks),
         )
 
     @property
-    def num_workers(self) -> int:
-        """Workers of both roles."""
-        return self.cluster.num_prefill_workers + self.cluster.num_decode_workers
+    def num_ranks(self) -> int:
+        """Processes that run the model: the ranks of all workers of both roles."""
+        return sum(pool.num_workers * pool.num_ranks for pool in self.pools)
+
+    @property
+    def layouts(self) -> Mapping[Role, ParallelLayout]:
+        """How the workers of each role are cut."""
+        return {"prefill": self.prefill.parallel, "decode": self.decode.parallel}
+
+    def runtime_of(self, role: Role) -> RuntimeConfig:
+        """How each rank of this role's workers runs the model."""
+        return dataclasses.replace(self.runtime, parallel=self.layouts[role])
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +112,8 @@ ZERO_HAS_A_MEANING = frozenset(
         "runtime.min_draft_probability",
         "runtime.num_balance_steps",
         "runtime.parallel.num_redundant_experts",
+        "prefill.parallel.num_redundant_experts",
+        "decode.parallel.num_redundant_experts",
         "transport.progress_delay_us",
     }
 )
@@ -141,7 +153,7 @@ def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeCo
             cache_format=formats.main,
             index_format=formats.index,
             index_scale=formats.index_scale,
-            num_threads=runtime.num_threads or max(1, num_cores // config.num_workers),
+            num_threads=runtime.num_threads or max(1, num_cores // config.num_ranks),
             max_model_len_tokens=max_model_len_tokens,
             max_drafts=choose_max_drafts(runtime, model),
         ),
@@ -159,9 +171,12 @@ def resolve(config: ServeConfig, model: GlmConfig, *, num_cores: int) -> ServeCo
     )
 
 
-def needed_memory_bytes(config: ServeConfig, weight_bytes: int) -> int:
-    """Memory that all workers together will touch: process, weights as they are loaded, and cache of each."""
-    return config.num_workers * (WORKER_BASE_BYTES + weight_bytes + config.runtime.cache_bytes)
+def needed_memory_bytes(config: ServeConfig, weight_bytes: Mapping[Role, int]) -> int:
+    """Memory that all ranks together will touch: process, weights as they are loaded, and cache of each. weight_bytes: of one rank."""
+    return sum(
+        pool.num_workers * pool.num_ranks * (WORKER_BASE_BYTES + weight_bytes[pool.role] + config.runtime.cache_bytes)
+        for pool in config.pools
+    )
 
 
 def _check_numbers(config: ServeConfig) -> Iterator[Mistake]:
@@ -190,7 +205,7 @@ def _check_parts(config: ServeConfig) -> Iterator[Mistake]:
         if getattr(gateway, name) != getattr(defaults, name):
             yield Mistake(f"gateway.{name}", "is filled in when the cluster starts; remove it")
     if runtime.parallel != ParallelLayout():
-        yield Mistake("runtime.parallel", "is filled in when the cluster starts; remove it")
+        yield Mistake("runtime.parallel", "is filled in when the cluster starts; set prefill.parallel and decode.parallel instead")
     rules: list[tuple[str, Callable[[], bool], str]] = [
         ("gateway.port", lambda: gateway.port < 65536, f"is {gateway.port}; a port is below 65536 (0 takes a free one)"),
         (
@@ -265,10 +280,20 @@ def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mist
     longest = config.runtime.max_model_len_tokens
     if longest is not None and longest > model.max_position_embeddings:
         yield Mistake("runtime.max_model_len_tokens", f"is {longest}; the checkpoint was trained for {model.max_position_embeddings}")
+    cuts = [Mistake(path, message) for path, message in find_layout_mistakes(config.layouts, model)]
+    if cuts:
+        yield from cuts
+        return
     resolved = resolve(config, model, num_cores=1)
     admitted = resolved.gateway.max_model_len_tokens
+    if config.decode.parallel.num_ranks > 1 and config.router.local_prefill_below_tokens < admitted:
+        yield Mistake(
+            "router.local_prefill_below_tokens",
+            f"is {config.router.local_prefill_below_tokens}: hand-off to decode workers of several ranks is not built yet; let them "
+            f"compute every prompt themselves, {admitted} or more",
+        )
     needed = -(-admitted // layout.block_size_tokens)
-    num_blocks = config.runtime.cache_bytes // layout.block_bytes
+    num_blocks = config.runtime.cache_bytes // layout.block_bytes * config.decode.parallel.dcp_size
     if num_blocks < needed:
         yield Mistake(
             "runtime.cache_bytes",

@@ -1,5 +1,6 @@
 """All workers of the cluster: carries out what `reconcile` decides, and turns reports and deaths into observations.
 
+A worker is its ranks: they are started together, rank 0 is told what all are told, and the first end of any rank ends all.
 Knows: actors, their placement groups, what was last seen of each worker. Does not decide (`reconcile.py`) and knows no gateway.
 Everything runs on the supervisor's loop, except Ray's calls, which run one after the other on the Ray thread.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import observation
 from cluster.config import ServeConfig
-from cluster.observation import ObservedWorker
+from cluster.observation import ObservedWorker, does_end_worker
 from cluster.placement import GroupPlan
 from cluster.reconcile import Action, DrainWorker, GiveUp, KillWorker, StartWorker, StopWorker, reconcile
 from cluster.worker_spec import WorkerSpec
@@ -25,7 +26,7 @@ from kv_transfer.messages import WorkerEntry, WorkerState
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from cluster.actors import RunningActor
+    from cluster.actors import RunningWorker
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,15 @@ class StartFailed(WorkerError):
 class WorkerFleet:
     """`desired` is what there should be; `tick` brings it about, one step at a time.
 
-    on_gone: told at once when a worker's process is dead. tell: one line for the person at the terminal.
+    make_spec: of one rank of a plan. on_gone: told at once when a process of a worker is dead. tell: one line for the person at the
+    terminal.
     """
 
     def __init__(
         self,
         config: ServeConfig,
         plans: Sequence[GroupPlan],
-        make_spec: Callable[[GroupPlan], WorkerSpec],
+        make_spec: Callable[[GroupPlan, int], WorkerSpec],
         call_ray: RayCall,
         on_gone: Callable[[WorkerId], None],
         tell: Callable[[str], None],
@@ -66,8 +68,9 @@ class WorkerFleet:
         self._on_gone = on_gone
         self._tell = tell
         self._groups: Mapping[WorkerId, PlacementGroup] = {}
-        self._actors: dict[WorkerId, RunningActor] = {}
-        self._ended: list[RunningActor] = []
+        self._workers: dict[WorkerId, RunningWorker] = {}
+        self._ended: list[RunningWorker] = []
+        self._ended_rank: dict[WorkerId, int] = {}
         self._observed: dict[WorkerId, ObservedWorker] = {}
         self.changed = asyncio.Event()
 
@@ -110,21 +113,21 @@ class WorkerFleet:
     async def stop_all(self, grace_s: float, hurry: asyncio.Event) -> list[WorkerId]:
         """Stop every worker, kill those that have not ended after `grace_s` or once `hurry` is set. Returns the killed ones."""
         self.desired = []
-        for worker_id, actor in self._actors.items():
-            if not actor.ended.done():
+        for worker_id, worker in self._workers.items():
+            if not worker.has_leader_ended:
                 await self._stop(worker_id)
-        await self._wait_for_ends(grace_s, hurry)
-        late = [worker_id for worker_id, actor in self._actors.items() if not actor.ended.done()]
-        for worker_id in self._actors:
+        await self._wait_until(lambda worker: worker.has_leader_ended, grace_s, hurry)
+        late = [worker_id for worker_id, worker in self._workers.items() if not worker.has_leader_ended]
+        for worker_id in self._workers:
             await self._kill(worker_id)
-        await self._wait_for_ends(KILL_GRACE_S, asyncio.Event())
+        await self._wait_until(lambda worker: worker.has_ended, KILL_GRACE_S, asyncio.Event())
         return late
 
-    async def _wait_for_ends(self, grace_s: float, hurry: asyncio.Event) -> None:
-        """Until no actor runs, `grace_s` is over or `hurry` is set; whoever sets it sets `changed` as well."""
+    async def _wait_until(self, holds: "Callable[[RunningWorker], bool]", grace_s: float, hurry: asyncio.Event) -> None:
+        """Until it holds for every worker, `grace_s` is over or `hurry` is set; whoever sets it sets `changed` as well."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while not hurry.is_set() and any(not actor.ended.done() for actor in self._actors.values()):
+                while not hurry.is_set() and not all(map(holds, self._workers.values())):
                     self.changed.clear()
                     await self.changed.wait()
 
@@ -139,7 +142,7 @@ class WorkerFleet:
         elif isinstance(action, DrainWorker):
             drain_s = self._config.timers.drain_cap_s
             self._observed[worker_id] = observation.ask_to_drain(self._observed[worker_id], time.monotonic() + drain_s)
-            await self._call_ray(self._actors[worker_id].handle.drain.remote, drain_s)
+            await self._call_ray(self._workers[worker_id].leader.drain.remote, drain_s)
         elif isinstance(action, StopWorker):
             logger.warning("worker is stopped worker_id=%s reason=%s", worker_id, action.reason)
             self._tell(f"{worker_id} is stopped: {action.reason}")
@@ -151,51 +154,63 @@ class WorkerFleet:
             raise StartFailed(f"{worker_id} failed {action.failures} times to start.\n{self._tail(worker_id)}", worker_id=worker_id)
 
     async def _start(self, worker_id: WorkerId) -> None:
-        from cluster.actors import start_actor
+        from cluster.actors import start_worker
 
-        spec = self._make_spec(self._plans[worker_id])
+        plan = self._plans[worker_id]
+        specs = [self._make_spec(plan, rank) for rank in range(len(plan.bundles))]
         self._observed[worker_id] = observation.begin(worker_id, self._observed.get(worker_id), time.monotonic())
-        actor: RunningActor = await self._call_ray(start_actor, spec, self._groups[worker_id])
-        self._actors[worker_id] = actor
+        worker: RunningWorker = await self._call_ray(start_worker, specs, self._groups[worker_id])
+        self._workers[worker_id] = worker
+        for rank in range(len(worker.ranks)):
+            self._watch(worker_id, worker, rank)
+
+    def _watch(self, worker_id: WorkerId, worker: "RunningWorker", rank: int) -> None:
         loop = asyncio.get_running_loop()
-        actor.ended.add_done_callback(lambda future: loop.call_soon_threadsafe(self._take_end, worker_id, actor, future))
+        ended = worker.ranks[rank].ended
+        ended.add_done_callback(lambda future: loop.call_soon_threadsafe(self._take_end, worker_id, worker, rank, future))
 
     async def _stop(self, worker_id: WorkerId) -> None:
         self._observed[worker_id] = observation.ask_to_stop(self._observed[worker_id], time.monotonic())
-        await self._call_ray(self._actors[worker_id].handle.stop.remote)
+        await self._call_ray(self._workers[worker_id].leader.stop.remote)
 
     async def _kill(self, worker_id: WorkerId) -> None:
-        from cluster.actors import kill_actor
+        from cluster.actors import kill_worker
 
-        await self._call_ray(kill_actor, self._actors[worker_id])
+        await self._call_ray(kill_worker, self._workers[worker_id])
 
     async def _end_processes(self) -> None:
-        """End the processes of services that have ended: what such a process still holds must not outlive its incarnation."""
-        from cluster.actors import kill_actor
+        """End the processes of workers that have ended: what they still hold must not outlive their incarnation."""
+        from cluster.actors import kill_worker
 
         ended, self._ended = self._ended, []
-        for actor in ended:
-            await self._call_ray(kill_actor, actor)
+        for worker in ended:
+            await self._call_ray(kill_worker, worker)
 
-    def _take_end(self, worker_id: WorkerId, actor: "RunningActor", future: Any) -> None:
-        """The parked call has returned: the service or the whole process has ended, 10 to 20 ms ago."""
-        if self._actors.get(worker_id) is not actor:
+    def _take_end(self, worker_id: WorkerId, worker: "RunningWorker", rank: int, future: Any) -> None:
+        """The parked call of a rank has returned: its service or its whole process has ended, 10 to 20 ms ago."""
+        if self._workers.get(worker_id) is not worker:
             return
+        self.changed.set()
         seen = self._observed[worker_id]
+        if not does_end_worker(seen, rank):
+            return
         now_s = time.monotonic()
         self._observed[worker_id] = observation.end(seen, self._config.cluster.restart.stable_after_s, now_s)
+        self._ended_rank[worker_id] = rank
         self._on_gone(worker_id)
-        self.changed.set()
         if seen.stop_asked_at_s is not None:
             logger.info("worker ended worker_id=%s", worker_id)
         else:
             reason = describe_end(future.exception())
-            logger.warning("worker lost worker_id=%s failures=%s reason=%s", worker_id, self._observed[worker_id].failures, reason)
-            self._tell(f"{worker_id} is gone: {reason}; its log: {self._log_file(worker_id)}")
-        self._ended.append(actor)
+            failures = self._observed[worker_id].failures
+            logger.warning("worker lost worker_id=%s rank=%d failures=%s reason=%s", worker_id, rank, failures, reason)
+            name = f"{worker_id} (by rank {rank})" if len(worker.ranks) > 1 else worker_id
+            self._tell(f"{name} is gone: {reason}; its log: {self._log_file(worker_id)}")
+        self._ended.append(worker)
 
     def _log_file(self, worker_id: WorkerId) -> Path:
-        return Path(self._make_spec(self._plans[worker_id]).log_file)
+        """Of the rank that ended it last."""
+        return Path(self._make_spec(self._plans[worker_id], self._ended_rank.get(worker_id, 0)).log_file)
 
     def _tail(self, worker_id: WorkerId) -> str:
         log_file = self._log_file(worker_id)

@@ -63,3 +63,14 @@ def end(seen: ObservedWorker, stable_after_s: float, now_s: float) -> ObservedWo
         is_stable = seen.has_served and now_s - seen.started_at_s >= stable_after_s
         failures = 1 if is_stable else seen.failures + 1
     return replace(seen, state=WorkerState.GONE, ended_at_s=now_s, failures=failures, stop_asked_at_s=None, drain_deadline_s=None)
+
+
+def does_end_worker(seen: ObservedWorker, rank: int) -> bool:
+    """Whether the end of this rank's process is the end of its worker.
+
+    The first end of any rank is: the others cannot compute without it. One that was told to stop tells its ranks itself and has
+    something to close when they have ended: then it is rank 0's end that counts.
+    """
+    if seen.state is WorkerState.GONE:
+        return False
+    return rank == 0 or seen.stop_asked_at_s is None

@@ -65,11 +65,12 @@ def _bind(host: str, port: int) -> socket.socket:
 
 def check_memory(config: ServeConfig) -> None:
     """Raise ConfigError when the workers would not fit into the memory that is available now."""
-    weight_bytes = expected_weight_bytes(GlmConfig.from_checkpoint(config.runtime.checkpoint), config.runtime)
+    model = GlmConfig.from_checkpoint(config.runtime.checkpoint)
+    weight_bytes = {pool.role: expected_weight_bytes(model, config.runtime_of(pool.role)) for pool in config.pools}
     needed, available = needed_memory_bytes(config, weight_bytes), psutil.virtual_memory().available
     if needed > available:
         raise ConfigError(
-            f"{config.num_workers} workers need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
+            f"{config.num_ranks} ranks of workers need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
             f"(now {config.runtime.cache_bytes // MIB} MiB each) or start fewer workers",
             path="runtime.cache_bytes",
         )

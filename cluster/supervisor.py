@@ -32,6 +32,7 @@ from cluster.reconcile import backoff_s
 from cluster.run_state import RunState
 from cluster.worker_spec import WorkerSpec
 from kv_transfer.errors import ServingError, WorkerError
+from kv_transfer.identity import rank_name
 from router.config import GatewayProcessConfig
 
 logger = logging.getLogger(__name__)
@@ -277,15 +278,16 @@ class Supervisor:
 
     # -- plumbing ------------------------------------------------------------------------------------------------------------
 
-    def _make_spec(self, plan: GroupPlan) -> WorkerSpec:
+    def _make_spec(self, plan: GroupPlan, rank: int) -> WorkerSpec:
         return WorkerSpec(
             worker_id=plan.worker_id,
             role=plan.role,
+            rank=rank,
             config=self._config,
             directory_host=self._config.cluster.worker_host,
             directory_port=self._directory.port,
             secret_path=str(self._secret_path),
-            log_file=str(self._log_dir / f"{plan.worker_id}.log"),
+            log_file=str(self._log_dir / f"{rank_name(plan.worker_id, rank)}.log"),
             logging_config_file=self._config.cluster.logging_config_file,
         )
 

@@ -4,16 +4,19 @@ import json
 import logging.config
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.config import ServeConfig
 from cluster.placement import Role
 from kv_transfer.errors import ConfigError
 from kv_transfer.identity import WorkerId
 
+if TYPE_CHECKING:
+    from glm_runtime.engine.worker_config import WorkerIdentity
+
 
 class WorkerService(Protocol):
-    """What prefill and decode services have in common. `run` blocks; the two requests come from other threads, at any time."""
+    """What the services of all ranks have in common. `run` blocks; the two requests come from other threads, at any time."""
 
     def run(self) -> None: ...
 
@@ -24,10 +27,11 @@ class WorkerService(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """One worker's start. The secret itself stays in its file: what is sent through Ray can be logged by Ray."""
+    """One start of one rank of a worker. The secret itself stays in its file: what is sent through Ray can be logged by Ray."""
 
     worker_id: WorkerId
     role: Role
+    rank: int
     config: ServeConfig
     directory_host: str
     directory_port: int
@@ -36,26 +40,62 @@ class WorkerSpec:
     logging_config_file: str
 
 
-def make_service(spec: WorkerSpec) -> WorkerService:
-    """The service of this role. Imports torch; raises ConfigError and OSError."""
-    from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
+class LeadingService(WorkerService, Protocol):
+    """The service of a worker's rank 0."""
+
+    @property
+    def group_address(self) -> tuple[str, int] | None:
+        """Where the other ranks connect to; None where there are none. Known from the start."""
+
+
+class FollowingService(WorkerService, Protocol):
+    """The service of any other rank."""
+
+    def join(self, host: str, port: int) -> None:
+        """Where rank 0 listens. Any thread; may come before `run`."""
+
+
+def make_leading_service(spec: WorkerSpec) -> LeadingService:
+    """The service of a worker's rank 0, which is the worker for everybody else. Imports torch; raises ConfigError and OSError."""
+    from glm_runtime.engine.worker_config import WorkerNetwork
 
     config = spec.config
-    identity = WorkerIdentity(
+    network = WorkerNetwork(wire=config.wire, timers=config.timers, transport=config.transport)
+    runtime, start_timeout_s = config.runtime_of(spec.role), config.cluster.restart.start_timeout_s
+    if spec.role == "prefill":
+        from prefill_worker.service import PrefillService
+
+        return PrefillService(_identity(spec), runtime, config.prefill, network, start_timeout_s=start_timeout_s)
+    from decode_worker.service import DecodeService
+
+    return DecodeService(_identity(spec), runtime, config.decode, network, start_timeout_s=start_timeout_s)
+
+
+def make_following_service(spec: WorkerSpec) -> FollowingService:
+    """The service of any other rank. Imports torch; raises ConfigError and OSError."""
+    from glm_runtime.engine.rank_follower import FollowerService
+    from glm_runtime.engine.rank_group import RankGroupConfig
+
+    config = spec.config
+    runtime = config.runtime_of(spec.role)
+    group = RankGroupConfig(
+        layout=runtime.parallel,
+        step_timeout_s=(config.prefill if spec.role == "prefill" else config.decode).step_timeout_s,
+        start_timeout_s=config.cluster.restart.start_timeout_s,
+    )
+    return FollowerService(_identity(spec), spec.role, spec.rank, runtime, group, config.wire)
+
+
+def _identity(spec: WorkerSpec) -> "WorkerIdentity":
+    from glm_runtime.engine.worker_config import WorkerIdentity
+
+    return WorkerIdentity(
         worker_id=spec.worker_id,
-        host=config.cluster.worker_host,
+        host=spec.config.cluster.worker_host,
         directory_host=spec.directory_host,
         directory_port=spec.directory_port,
         secret=Path(spec.secret_path).read_bytes(),
     )
-    network = WorkerNetwork(wire=config.wire, timers=config.timers, transport=config.transport)
-    if spec.role == "prefill":
-        from prefill_worker.service import PrefillService
-
-        return PrefillService(identity, config.runtime, config.prefill, network)
-    from decode_worker.service import DecodeService
-
-    return DecodeService(identity, config.runtime, config.decode, network)
 
 
 def configure_logging(path: Path) -> None:

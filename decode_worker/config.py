@@ -1,6 +1,8 @@
 """The decode worker's dials."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from glm_runtime.parallel.layout import ParallelLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,6 +14,7 @@ class DecodeConfig:
     busy_retry_after_s: what BUSY tells the router to wait.
     tick_interval_s: how often timers are looked at. step_timeout_s: a step that takes longer is hung and ends the worker.
     stop_timeout_s: how long stopping waits for each part, the step in flight among them.
+    parallel: how one worker is cut into ranks.
     """
 
     max_running: int = 64
@@ -20,3 +23,4 @@ class DecodeConfig:
     tick_interval_s: float = 0.1
     step_timeout_s: float = 120.0
     stop_timeout_s: float = 5.0
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)

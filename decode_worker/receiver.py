@@ -19,6 +19,7 @@ from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.worker_role import Outside
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import open_history
+from kv_transfer.block_pool import BlockPool
 from kv_transfer.errors import InvalidRequest, TransferError
 from kv_transfer.handoff import DestroyAgent, Dropped, Effect, FillLocally, PostRead, Ready, RecordArrived, Send, SuspectPeer
 from kv_transfer.identity import PackedTokens, PeerId, SequenceId, TransferId, count_tokens, peer_id
@@ -41,7 +42,7 @@ class Receiver:
         reads: Reads,
         pairs: PrefillPairs,
         *,
-        block_size_tokens: int,
+        pool: BlockPool,
         looks_one_token_ahead: bool = False,
         request_limits: RequestLimits,
         config: DecodeConfig,
@@ -54,7 +55,7 @@ class Receiver:
         self._outside = outside
         self._reads = reads
         self._pairs = pairs
-        self._block_size_tokens = block_size_tokens
+        self._pool = pool
         self._looks_one_token_ahead = looks_one_token_ahead
         self._request_limits = request_limits
         self._config = config
@@ -256,9 +257,11 @@ class Receiver:
         sequence.is_ready = True
         self._take_block_table(sequence)
         sequence.num_stored_tokens = sequence.num_given_tokens
-        # A block whose key needs the token after it is published when that token's row is stored.
-        num_keyed_tokens = sequence.num_given_tokens - self._looks_one_token_ahead
-        sequence.num_published_blocks = num_keyed_tokens // self._block_size_tokens
+        size = self._pool.block_size_tokens
+        sequence.num_published_blocks = (sequence.num_given_tokens - self._looks_one_token_ahead) // size
+        if sequence.num_tokens > sequence.num_given_tokens >= (sequence.num_published_blocks + 1) * size:
+            # A full last block has committed without its key, which needs the token after it: the record has brought that.
+            sequence.publish_stored(self._pool, self._looks_one_token_ahead)
         if sequence.finish is not None:
             self.finish(sequence, now_s)
         elif sequence.num_tokens > sequence.num_given_tokens:
@@ -279,7 +282,7 @@ class Receiver:
             return
         self._take_block_table(sequence)
         sequence.num_stored_tokens = from_token
-        sequence.num_published_blocks = from_token // self._block_size_tokens
+        sequence.num_published_blocks = from_token // self._pool.block_size_tokens
         if sequence.next_index == sequence.first_index:
             sequence.num_cached_tokens = min(from_token, sequence.num_prompt_tokens)
         self._sequences.move(sequence, Phase.FILLING)

@@ -66,7 +66,7 @@ class DecodeRole:
             outside,
             self._reads,
             self._pairs,
-            block_size_tokens=model.layout.block_size_tokens,
+            pool=model.pool,
             looks_one_token_ahead=model.layout.looks_one_token_ahead,
             request_limits=model.request_limits,
             config=config,

@@ -13,6 +13,7 @@ from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
 from kv_transfer.block_keys import append_block_keys
+from kv_transfer.block_pool import BlockPool
 from kv_transfer.identity import TOKEN_BYTES, BlockId, PeerId, SequenceId, TransferId, pack_tokens, unpack_tokens
 from kv_transfer.messages import FinishReason, SamplingParameters, TokenLogprobs
 
@@ -193,6 +194,14 @@ class DecodeSequence:
         if num_full > len(self.keys):
             append_block_keys(self.keys, self.tokens, self.salt, block_size_tokens, looks_one_token_ahead)
         return self.keys[self.num_published_blocks : num_full]
+
+    def publish_stored(self, pool: BlockPool, looks_one_token_ahead: bool) -> None:
+        """Enter the full blocks in the cache into the prefix index, as far as their keys are known by now."""
+        index = self.num_published_blocks
+        for key in self.unpublished_keys(pool.block_size_tokens, looks_one_token_ahead):
+            pool.publish(self.block_table[index], key)
+            index += 1
+        self.num_published_blocks = index
 
 
 class DecodeSequences:

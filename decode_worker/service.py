@@ -10,7 +10,7 @@ from decode_worker.role import DecodeRole
 from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 from glm_runtime.engine.worker_role import Outside
-from glm_runtime.engine.worker_shell import ShellTiming, WorkerShell
+from glm_runtime.engine.worker_shell import DEFAULT_START_TIMEOUT_S, ShellTiming, WorkerShell
 from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.identity import Incarnation
 from kv_transfer.link import Party
@@ -19,10 +19,19 @@ from kv_transfer.transports.nixl import NixlTransport
 
 
 class DecodeService:
-    """One start of one decode worker. `run` it once, from a thread that has no event loop."""
+    """One start of one decode worker, or of its leading rank. `run` it once, from a thread that has no event loop.
+
+    start_timeout_s: how long the worker's other ranks may take to come, and then to load.
+    """
 
     def __init__(
-        self, identity: WorkerIdentity, runtime_config: RuntimeConfig, decode_config: DecodeConfig, network: WorkerNetwork
+        self,
+        identity: WorkerIdentity,
+        runtime_config: RuntimeConfig,
+        decode_config: DecodeConfig,
+        network: WorkerNetwork,
+        *,
+        start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
         def make_role(model: LoadedModel, outside: Outside, me: Party) -> DecodeRole:
             return DecodeRole(model, outside, me, decode_config, network, NixlTransport(me.peer_id, model.memory, network.transport))
@@ -31,6 +40,7 @@ class DecodeService:
             tick_interval_s=decode_config.tick_interval_s,
             step_timeout_s=decode_config.step_timeout_s,
             stop_timeout_s=decode_config.stop_timeout_s,
+            start_timeout_s=start_timeout_s,
         )
         self._shell = WorkerShell(identity, "decode", runtime_config, network, timing, make_role)
 
@@ -38,6 +48,11 @@ class DecodeService:
     def incarnation(self) -> Incarnation:
         """The number of this process start, minted by the constructor."""
         return self._shell.me.incarnation
+
+    @property
+    def group_address(self) -> tuple[str, int] | None:
+        """Where the worker's other ranks connect to; None where `RuntimeConfig.parallel` has one rank."""
+        return self._shell.group_address
 
     def run(self, on_serving: Callable[[WorkerAddress], None] | None = None) -> None:
         """Load, serve, and return after `request_stop`; `on_serving` is called once, from this thread.

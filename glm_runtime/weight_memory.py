@@ -14,7 +14,7 @@ def expected_weight_bytes(config: GlmConfig, runtime_config: RuntimeConfig) -> i
     if are_kernels_expected(runtime_config.kernels):
         narrow = {name for name, tensor in stored_tensors(runtime_config.checkpoint).items() if tensor.header.dtype == "BF16"}
     layout = runtime_config.parallel
-    experts = range(config.n_routed_experts // layout.ep_size) if layout.ep_size > 1 else None
+    experts = range(config.n_routed_experts // layout.ep_size + layout.num_redundant_experts) if layout.ep_size > 1 else None
     return loaded_weight_bytes(
         config,
         runtime_config.numerics,

@@ -49,6 +49,11 @@ def peer_id(party_id: str, incarnation: Incarnation) -> PeerId:
     return PeerId(f"{party_id}@{incarnation:x}")
 
 
+def rank_name(worker_id: str, rank: int) -> str:
+    """How one rank of a worker introduces itself, and what its log is called after. Rank 0 is the worker for everybody else."""
+    return f"{worker_id}.rank{rank}" if rank else worker_id
+
+
 def pack_tokens(tokens: Iterable[int]) -> PackedTokens:
     """Pack token ids as little-endian int32. Raises OverflowError for an id outside int32."""
     packed = array("i", tokens)

@@ -128,7 +128,7 @@ class WorkerEntry(_Part, frozen=True):
     """One row of the directory's worker table.
 
     cache_formats: (component, format) of each kind of cached state. is_pool_audited: since the worker came to rest its pool has been
-    recounted block by block, and everything agreed.
+    recounted block by block, and everything agreed. parallel: how the worker is cut, for people. rank_pids: of its ranks, in their order.
     """
 
     address: WorkerAddress
@@ -141,6 +141,8 @@ class WorkerEntry(_Part, frozen=True):
     max_model_len_tokens: int = 0
     cache_formats: tuple[tuple[str, str], ...] = ()
     is_pool_audited: bool = False
+    parallel: str = ""
+    rank_pids: tuple[int, ...] = ()
 
 
 class PeerOffer(_Part, frozen=True):

@@ -61,7 +61,7 @@ class PrefillEngine:
         self.meter.end(plan.num_tokens, now_s)
         in_step, self._in_step = self._in_step, {}
         for piece in plan.slices:
-            self._cache_blocks(in_step[piece.sequence_id], piece.end)
+            self._cache_blocks(in_step[piece.sequence_id], piece, result)
         self._holders.land()
         for piece in plan.slices:
             if (sequence := self._sequences.computing(piece.sequence_id)) is not None:
@@ -107,12 +107,12 @@ class PrefillEngine:
 
     # -- publish -------------------------------------------------------------------------------------------------------
 
-    def _cache_blocks(self, sequence: PrefillSequence, num_computed_tokens: int) -> None:
-        sequence.num_computed_tokens = num_computed_tokens
-        num_full = min(num_computed_tokens // self._limits.block_size_tokens, len(sequence.keys))
-        for index in range(sequence.num_published_blocks, num_full):
-            self._model.pool.publish(sequence.block_table[index], sequence.keys[index])
-        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+    def _cache_blocks(self, sequence: PrefillSequence, piece: SequenceSlice, result: StepResult) -> None:
+        sequence.num_computed_tokens = piece.end
+        if piece.sampling is None:
+            sequence.publish_computed(self._model.pool)
+        else:
+            sequence.publish_last(self._model.pool, result.samples[piece.sequence_id][0])
 
     def _hand_off(self, sequence: PrefillSequence, piece: SequenceSlice, result: StepResult, now_s: float) -> None:
         if sequence.scores is not None:

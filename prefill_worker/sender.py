@@ -182,6 +182,7 @@ class Sender:
             sequence_id=self._sequences.new_id(message.transfer),
             transfer=message.transfer,
             tokens=message.tokens,
+            salt=message.cache_salt,
             keys=block_keys(message.tokens, message.cache_salt, layout.block_size_tokens, layout.looks_one_token_ahead),
             sampling=message.sampling,
             num_prompt_tokens=message.num_prompt_tokens,

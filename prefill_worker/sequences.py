@@ -12,15 +12,16 @@ from glm_runtime.engine.chunk_plan import PrefillDemand
 from glm_runtime.engine.prompt_scores import PromptScores
 from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.sampling.grammar import GrammarState
+from kv_transfer.block_keys import extend_block_keys
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
-from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, SequenceId, TransferId, count_tokens, unpack_tokens
+from kv_transfer.identity import TOKEN_BYTES, BlockId, PackedTokens, SequenceId, TransferId, count_tokens, pack_tokens, unpack_tokens
 from kv_transfer.messages import SamplingParameters
 from prefill_worker.scheduler import WaitingPrefill
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class PrefillSequence:
-    """One prompt. `keys` are those of its full blocks; the block table covers all of it from admission on.
+    """One prompt. `keys` are those of its full blocks, as far as they are known; the block table covers all of it from admission on.
 
     scores: the prompt's log-probabilities, where they are asked for.
     grammar: where its output is in its grammar. awaits_grammar: it is not compiled yet, and the sequence does not queue.
@@ -29,6 +30,7 @@ class PrefillSequence:
     sequence_id: SequenceId
     transfer: TransferId
     tokens: PackedTokens
+    salt: bytes
     keys: list[bytes]
     sampling: SamplingParameters
     num_prompt_tokens: int
@@ -51,6 +53,21 @@ class PrefillSequence:
     def token_ids(self, start: int, end: int) -> list[int]:
         """Token ids of positions [start, end), new list."""
         return unpack_tokens(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def publish_computed(self, pool: BlockPool) -> None:
+        """Enter the full blocks that are computed and have their keys into the prefix index."""
+        num_full = min(self.num_computed_tokens // pool.block_size_tokens, len(self.keys))
+        for index in range(self.num_published_blocks, num_full):
+            pool.publish(self.block_table[index], self.keys[index])
+        self.num_published_blocks = max(self.num_published_blocks, num_full)
+
+    def publish_last(self, pool: BlockPool, token: int) -> None:
+        """The same once everything is computed and `token` is drawn: a full last block whose key needs the token after it has one now."""
+        size = pool.block_size_tokens
+        if self.num_tokens == (len(self.keys) + 1) * size:
+            known = PackedTokens(self.tokens + pack_tokens((token,)))
+            self.keys = extend_block_keys(self.keys, known, self.salt, size, looks_one_token_ahead=True)
+        self.publish_computed(pool)
 
 
 class PrefillSequences:

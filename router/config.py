@@ -76,7 +76,7 @@ class GatewayConfig:
     """Upper limit of prompt + output; 0 takes the checkpoint's. What the workers announce lowers it further."""
     max_prompts_per_request: int = 128
     grammar_check_s: float = 1.0
-    """A schema, regex or grammar that takes longer to compile is a 400."""
+    """A schema, regex or grammar that takes more CPU time to compile is a 400."""
     completions_default_max_tokens: int = 16
     strict_fields: bool = False
     control_tokens_in_text: bool = False
@@ -84,7 +84,8 @@ class GatewayConfig:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     """Of which distribution log-probabilities are told: the model's own, or the one that tokens are drawn from."""
     max_prompt_logprobs: int = 262144
-    """Most log-probabilities of a prompt: its tokens times those asked for at each. They travel in one frame."""
+    """Most log-probabilities told of one request's prompts: their tokens, times one more than `logprobs` or `prompt_logprobs` asks for,
+    times `n`. Those of a prompt travel in one frame."""
     keepalive_s: float = 10.0
     """A stream that has been silent for so long gets an SSE comment; also how long the status line waits for the first token."""
     tokenize_inline_below_characters: int = 32768

@@ -28,6 +28,9 @@ MARGIN = 1e-4
 MOST_LEFT_OUT = 0.05
 """Share of the tokens that may lie behind such a place; more would be no comparison."""
 
+Answers = tuple[list[list[int]], list[list[float]]]
+"""Tokens of each prompt, and how much better each was than the second best."""
+
 _LOADED: dict[str, tuple[ParallelContext, GlmRuntime]] = {}
 """Of this process, by configuration; a context that is not the pool's any more has its runtime loaded again."""
 
@@ -102,9 +105,7 @@ def _noise(seed: int, num_tokens: int, vocabulary: int) -> np.ndarray[Any, Any]:
     return -np.log(-np.log((np.stack(words).astype(np.float64) + 0.5) * 2.0**-32))
 
 
-def one_rank_answers(
-    config: RuntimeConfig, prompts: Sequence[Sequence[int]], sampling: SamplingParameters
-) -> tuple[list[list[int]], list[list[float]]]:
+def one_rank_answers(config: RuntimeConfig, prompts: Sequence[Sequence[int]], sampling: SamplingParameters) -> Answers:
     """What one rank says, without drafts, and its margins."""
     runtime = GlmRuntime.load(dataclasses.replace(config, parallel=ParallelLayout()))
     answers = generate(runtime, prompts, sampling, max_drafts=0)

@@ -24,6 +24,8 @@ REQUEST_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 QUIET_TIMEOUT_S = 30.0
 POLL_S = 0.1
+SETTLED_S = 2.2
+"""More than two reports of a worker, one of which may just have been under way."""
 
 
 class RunningCluster:
@@ -50,6 +52,16 @@ class RunningCluster:
     def worker(self, worker_id: str) -> dict[str, Any]:
         """One worker's row."""
         return next(worker for worker in self.status()["workers"] if worker["id"] == worker_id)
+
+    def settled_worker(self, worker_id: str) -> dict[str, Any]:
+        """One worker's row once it counts all that was asked for so far: workers report once a second."""
+        row, since_s = self.worker(worker_id), time.monotonic()
+        while time.monotonic() - since_s < SETTLED_S:
+            time.sleep(POLL_S)
+            newest = self.worker(worker_id)
+            if newest != row:
+                row, since_s = newest, time.monotonic()
+        return row
 
     def complete(self, prompt: Sequence[int] | str, max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """POST /v1/completions with text or token ids, greedy, not stopped by end tokens; the whole answer."""

@@ -18,6 +18,8 @@ _INT64_BYTES = 8
 _FP32_BYTES = 4
 _BEST_BYTES = 16
 """Of a row's best token on one shard: value, id, whether all are finite, and its probability, four bytes each."""
+_STEP_WISHES = 2
+"""Of a worker, before a step: rows, and drafts from a hand-off's hidden state; a byte each. One more before each further draft step."""
 _PAIR_BYTES = 8
 """Of a token's index score and position."""
 
@@ -102,8 +104,12 @@ class Ledger:
 def step_traffic(
     config: GlmConfig, layout: ParallelLayout, rows: StepRows, cache: CacheLayout, item_bytes: int
 ) -> Mapping[tuple[GroupKind, Operation], Traffic]:
-    """What a worker's leading rank takes part in. cache: of one worker's blocks. item_bytes: of an activation; 2 in fast mode."""
+    """What a worker's leading rank takes part in, where the other workers of the replica have steps of the same size.
+
+    cache: of one worker's blocks. item_bytes: of an activation; 2 in fast mode.
+    """
     ledger = Ledger(config, layout, item_bytes)
+    ledger.add_gather(GroupKind.DATA, _STEP_WISHES)
     share = Share.of(rows.rows, layout.pcp_size)
     ledger.add_embedding(share.own)
     for layer in range(config.num_hidden_layers):
@@ -125,12 +131,12 @@ def _add_layer(
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * sum(stored))
     if len(stored) == len(components) and num_scored:
         ledger.add_gather(GroupKind.DECODE_CONTEXT, num_scored * ledger.config.index_topk * _PAIR_BYTES)
-    _add_attention(ledger, share.own)
+    add_attention(ledger, share.own)
     if is_moe:
         _add_experts(ledger, share.own)
 
 
-def _add_attention(ledger: Ledger, num_rows: int) -> None:
+def add_attention(ledger: Ledger, num_rows: int) -> None:
     """Queries, outputs and log-sums over a decode context group."""
     kind, config, size = GroupKind.DECODE_CONTEXT, ledger.config, ledger.size(GroupKind.DECODE_CONTEXT)
     own = num_rows * (config.num_attention_heads // ledger.layout.tp_size)  # (row, head) pairs of one rank
@@ -182,6 +188,7 @@ def _add_mtp(ledger: Ledger, cache: CacheLayout, rows: StepRows) -> None:
     ledger.add_embedding(share.own)
     _add_layer(ledger, cache, ("mtp_mla_kv", "mtp_index_k"), layer, share, rows.num_mtp_scored, is_moe=True)
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * ledger.config.hidden_size * ledger.item_bytes)
+    ledger.add_gather(GroupKind.DATA, 1, max(rows.num_draft_steps, 1))
     if not rows.num_draft_steps:
         return
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * ledger.config.index_topk * _INT64_BYTES)
@@ -189,5 +196,5 @@ def _add_mtp(ledger: Ledger, cache: CacheLayout, rows: StepRows) -> None:
     for _ in range(rows.num_draft_steps - 1):
         ledger.add_embedding(rows.num_drafting)
         ledger.add_sum(rows.num_drafting, 2)
-        _add_attention(ledger, rows.num_drafting)
+        add_attention(ledger, rows.num_drafting)
         _add_experts(ledger, rows.num_drafting)

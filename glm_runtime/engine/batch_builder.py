@@ -17,6 +17,9 @@ from glm_runtime.step_batch import RowSpan, StepBatch, group_scored_rows
 _TOKENS, _SLOTS = 0, 2
 """Columns as `_columns` gives them."""
 
+FEW_ROWS = 12
+"""So many a loop has laid out before numpy's ten calls have, whatever sequences they are of."""
+
 
 def build_batch(
     plan: StepPlan, config: GlmConfig, *, block_size_tokens: int, num_blocks: int, row_tile: int, tables: BlockTables | None = None
@@ -34,7 +37,7 @@ def build_batch(
     num_rows = spans[-1].row_end
     columns = np.zeros((5, num_rows + -num_rows % row_tile), dtype=np.int64)
     columns[_SLOTS, num_rows:] = -1
-    make_columns = _decode_columns if num_rows == len(spans) else _columns
+    make_columns = _counted_columns if num_rows == len(spans) or num_rows <= FEW_ROWS else _columns
     columns[:, :num_rows] = make_columns(plan, spans, block_tables, block_size_tokens)
     assert columns[_TOKENS].min() >= 0, "a plan holds a negative token id"
     assert columns[_TOKENS].max() < config.vocab_size, "a plan holds a token id outside the vocabulary"
@@ -79,10 +82,13 @@ def _columns(plan: StepPlan, spans: Sequence[RowSpan], block_tables: Ids, block_
     return tokens, positions, slots, sequences, positions + 1
 
 
-def _decode_columns(plan: StepPlan, spans: Sequence[RowSpan], block_tables: Ids, block_size_tokens: int) -> Sequence[Sequence[int]]:
-    """`_columns` of a step with one row a sequence, where ten numpy calls take longer than the loop."""
-    tokens = [piece.tokens[0] for piece in plan.slices]
-    positions = [span.start for span in spans]
-    blocks = [int(table[position // block_size_tokens]) for table, position in zip(block_tables, positions, strict=True)]
-    slots = [block * block_size_tokens + position % block_size_tokens for block, position in zip(blocks, positions, strict=True)]
-    return tokens, positions, slots, range(len(spans)), [position + 1 for position in positions]
+def _counted_columns(plan: StepPlan, spans: Sequence[RowSpan], block_tables: Ids, block_size_tokens: int) -> Sequence[Sequence[int]]:
+    """`_columns` row by row: of few rows, and of one row a sequence, where numpy has little to do at once."""
+    tokens = [token for piece in plan.slices for token in piece.tokens]
+    positions = [position for span in spans for position in range(span.start, span.end)]
+    sequences = [span.sequence for span in spans for _ in range(span.row_start, span.row_end)]
+    slots = []
+    for sequence, position in zip(sequences, positions, strict=True):
+        block, offset = divmod(position, block_size_tokens)
+        slots.append(int(block_tables[sequence, block]) * block_size_tokens + offset)
+    return tokens, positions, slots, sequences, [position + 1 for position in positions]

@@ -1,6 +1,6 @@
 """A model that is ready to serve: loaded, bound to its pool, and warm.
 
-Knows: the order of loading, and that a first step is slow and must not be a user's. Does not know workers.
+Knows: the order of loading, and that a first step is slow and must not be a user's. Does not know workers, nor how ranks meet.
 """
 
 import logging
@@ -9,8 +9,12 @@ from typing import Protocol
 
 from glm_runtime.engine.calibration import MeasuredCosts, measure_costs
 from glm_runtime.engine.grammar_desk import load_grammars
+from glm_runtime.engine.group_messages import RankTerms
 from glm_runtime.engine.request_check import RequestLimits
-from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.engine.runner import ModelRunner
+from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from glm_runtime.engine.step_runner import StepRunner, run_empty_steps
+from glm_runtime.parallel.context import ParallelContext, one_rank
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.sampling.grammar import GrammarCompiler
@@ -26,16 +30,9 @@ WARM_UP_TOKENS = 16
 WORTH_LOGGING_BYTES = 256 << 20
 
 
-class StepRunner(Protocol):
-    """What a worker asks of a model: `ModelRunner`, or a toy in tests."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """See `ModelRunner.run`."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """One rank's model, the bytes of its pool and their bookkeeping. Everything is empty, and nothing is held.
+    """A worker's model, the bytes of its leading rank's pool and the bookkeeping of all its blocks. Nothing is held.
 
     max_drafts: most tokens that a step verifies beyond its own; 0 where nothing is drafted. adapts_drafts: fewer while that is faster, by
     what is measured while serving and, before that, by `measured_costs`. min_draft_probability: see `RuntimeConfig`. grammars: None
@@ -74,47 +71,102 @@ class LoggedLoading:
             logger.info("loading weights percent=%d read_mib=%d total_mib=%d", 10 * tenths, bytes_read >> 20, bytes_total >> 20)
 
 
-def load_model(runtime_config: RuntimeConfig, incarnation: Incarnation, *, drafts_here: bool = True) -> LoadedModel:
-    """Load the checkpoint, map the pool with the incarnation's probe pattern, and run a first step. Takes seconds to minutes.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRank:
+    """One rank's part of the model, bound to the rank's own pool."""
 
-    drafts_here: whether drafts will be made on this worker, and are worth measuring; prefill workers only store the layer's keys.
+    runtime: GlmRuntime
+    memory: PoolMemory
+    runner: ModelRunner
+
+
+class RankLead(Protocol):
+    """The other ranks of a worker of several, as loading needs them: `GroupLead`."""
+
+    def gather(self) -> ParallelContext:
+        """Wait for the other ranks and meet them."""
+
+    def start(self, runner: StepRunner, terms: RankTerms) -> StepRunner:
+        """Wait until they are loaded; what is returned runs steps on all ranks."""
+
+
+def load_rank(runtime_config: RuntimeConfig, context: ParallelContext, incarnation: Incarnation) -> LoadedRank:
+    """Load one rank's part of the checkpoint and map its pool with the incarnation's probe pattern. Takes seconds to minutes.
+
     Raises ConfigError as `GlmRuntime.load` does.
     """
-    runtime = GlmRuntime.load(runtime_config, LoggedLoading().report)
+    runtime = GlmRuntime.load(runtime_config, LoggedLoading().report, context)
     memory = PoolMemory(runtime.num_blocks, runtime.layout.block_bytes)
     memory.write_probe(incarnation)
-    runner = runtime.attach(memory)
+    return LoadedRank(runtime=runtime, memory=memory, runner=runtime.attach(memory))
+
+
+def load_model(
+    runtime_config: RuntimeConfig, incarnation: Incarnation, *, drafts_here: bool = True, lead: RankLead | None = None
+) -> LoadedModel:
+    """Load the checkpoint, map the pool, and run first steps: on all ranks, where there are several. Takes seconds to minutes.
+
+    drafts_here: whether drafts will be made on this worker, and are worth measuring; prefill workers only store the layer's keys.
+    lead: of the worker's other ranks, None where there are none. Raises as `GlmRuntime.load` and the lead's methods do.
+    """
+    context = one_rank() if lead is None else lead.gather()
+    rank = load_rank(runtime_config, context, incarnation)
+    runtime = rank.runtime
+    runner: StepRunner = rank.runner if lead is None else lead.start(rank.runner, rank_terms(runtime))
+    num_blocks = runtime.num_blocks * context.layout.dcp_size
     _warm_up(runner)
+    measured_costs = _measure(runner, runtime, num_blocks) if drafts_here else MeasuredCosts()
+    run_empty_steps(runner)  # other workers of the replica may have more to measure
     block_size_tokens = runtime.layout.block_size_tokens
     return LoadedModel(
         runner=runner,
         layout=runtime.layout,
         weights_version=runtime.weights_version,
-        memory=memory,
-        pool=BlockPool(runtime.num_blocks, block_size_tokens),
+        memory=rank.memory,
+        pool=BlockPool(num_blocks, block_size_tokens),
         request_limits=RequestLimits(
             vocab_size=runtime.config.vocab_size,
             max_model_len_tokens=runtime.max_model_len_tokens,
-            capacity_tokens=runtime.num_blocks * block_size_tokens,
+            capacity_tokens=num_blocks * block_size_tokens,
         ),
         max_step_tokens=runtime_config.max_step_tokens,
         max_drafts=runtime.max_drafts,
         adapts_drafts=runtime_config.adapts_drafts,
         min_draft_probability=runtime_config.min_draft_probability,
-        measured_costs=_measure(runner, runtime) if drafts_here else MeasuredCosts(),
+        measured_costs=measured_costs,
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
         hidden_state_bytes=runtime.hidden_state_bytes,
         numerics=runtime.model.numerics.mode,
-        kernels="native" if runtime.model.numerics.impl == "native" else "torch",
+        kernels=_kernels(runtime),
     )
 
 
-def _measure(runner: StepRunner, runtime: GlmRuntime) -> MeasuredCosts:
+def rank_terms(runtime: GlmRuntime) -> RankTerms:
+    """What must be equal on all ranks of a worker."""
+    return RankTerms(
+        weights_version=runtime.weights_version,
+        layout_fingerprint=runtime.layout.fingerprint,
+        numerics=runtime.model.numerics.mode,
+        kernels=_kernels(runtime),
+        num_blocks=runtime.num_blocks,
+        max_step_tokens=runtime.runtime_config.max_step_tokens,
+        max_model_len_tokens=runtime.max_model_len_tokens,
+        max_drafts=runtime.max_drafts,
+        verification=runtime.runtime_config.verification,
+        num_balance_steps=runtime.runtime_config.num_balance_steps,
+    )
+
+
+def _kernels(runtime: GlmRuntime) -> str:
+    return "native" if runtime.model.numerics.impl == "native" else "torch"
+
+
+def _measure(runner: StepRunner, runtime: GlmRuntime, num_blocks: int) -> MeasuredCosts:
     if not runtime.max_drafts or not runtime.runtime_config.adapts_drafts:
         return MeasuredCosts()
     costs = measure_costs(
         runner,
-        num_blocks=runtime.num_blocks,
+        num_blocks=num_blocks,
         max_step_tokens=runtime.runtime_config.max_step_tokens,
     )
     in_ms = [

@@ -9,6 +9,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.engine.step_runner import run_empty_steps
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
@@ -145,12 +146,6 @@ def generate(
         step_number += 1
     run_empty_steps(runner)
     return [sequence.output for sequence in sequences]
-
-
-def run_empty_steps(runner: ModelRunner) -> None:
-    """Have nothing more to compute, and serve the other workers of the replica until that is so for all of them."""
-    while not runner.run(StepPlan(step_number=0, slices=())).is_idle:
-        pass
 
 
 def _start_grammars(runtime: GlmRuntime, sequences: Sequence[_Sequence]) -> None:

@@ -17,6 +17,11 @@ class RequestLimits:
     capacity_tokens: int
 
     @property
+    def max_scored_tokens(self) -> int:
+        """Longest prompt of which only the log-probabilities are wanted: the token drawn after it is not part of anything."""
+        return min(self.max_model_len_tokens, self.capacity_tokens)
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence, prompt and output: the cache of its very last token is never stored."""
         return min(self.max_model_len_tokens, self.capacity_tokens + 1)
@@ -40,8 +45,9 @@ def check_request(
         raise InvalidRequest(f"token ids lie between {min(tokens)} and {max(tokens)}; this model's are 0 to {limits.vocab_size - 1}")
     if sampling.max_tokens <= first_index:
         raise InvalidRequest(f"max_tokens is {sampling.max_tokens} and {first_index} are emitted already: nothing is left to compute")
-    num_sequence_tokens = num_prompt_tokens + sampling.max_tokens
-    if num_sequence_tokens > limits.max_sequence_tokens:
+    is_scored_alone = sampling.prompt_logprobs >= 0 and sampling.max_tokens == 1 and first_index == 0
+    fits = is_scored_alone and num_prompt_tokens <= limits.max_scored_tokens
+    if not fits and num_prompt_tokens + sampling.max_tokens > limits.max_sequence_tokens:
         raise PromptTooLong(
             f"prompt has {num_prompt_tokens} tokens and asks for {sampling.max_tokens} more; a sequence may have "
             f"{limits.max_sequence_tokens} here. Shorten the prompt or lower max_tokens."

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from glm_runtime.cache_layout import landed_formats
 from glm_runtime.engine.loaded_model import LoadedModel, load_model
 from glm_runtime.engine.loop import EngineLoop, EngineThread
+from glm_runtime.engine.rank_group import GroupLead, RankGroupConfig
 from glm_runtime.engine.rest_audit import RestAudit
 from glm_runtime.engine.worker_config import WorkerIdentity, WorkerNetwork
 from glm_runtime.engine.worker_role import Outside, WorkerRole
@@ -38,14 +39,17 @@ from kv_transfer.messages import (
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_START_TIMEOUT_S = 180.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShellTiming:
-    """See the fields of the same names in the workers' configs."""
+    """See the fields of the same names in the workers' configs. start_timeout_s: of the worker's other ranks, where there are some."""
 
     tick_interval_s: float
     step_timeout_s: float
     stop_timeout_s: float
+    start_timeout_s: float
 
 
 MakeRole = Callable[[LoadedModel, Outside, Party], WorkerRole]
@@ -82,6 +86,12 @@ class WorkerShell:
         self._table: WorkerTable | None = None
         self._drain_until_s: float | None = None
         self._rest_audit: RestAudit | None = None
+        self._lead = self._make_lead()
+
+    @property
+    def group_address(self) -> tuple[str, int] | None:
+        """Where the worker's other ranks connect to; None where there are none."""
+        return self._lead.address if self._lead is not None else None
 
     # -- from other threads --------------------------------------------------------------------------------------------
 
@@ -125,8 +135,8 @@ class WorkerShell:
 
     async def _load(self, thread: EngineThread) -> bool:
         """Load the model on the engine thread and make the role; False when a stop came first."""
-        incarnation, drafts_here = self.me.incarnation, self._role_name == "decode"
-        loading = thread.submit(lambda config: load_model(config, incarnation, drafts_here=drafts_here), self._runtime_config)
+        incarnation, drafts_here, lead = self.me.incarnation, self._role_name == "decode", self._lead
+        loading = thread.submit(lambda config: load_model(config, incarnation, drafts_here=drafts_here, lead=lead), self._runtime_config)
         stopping = asyncio.ensure_future(self._stop.wait())
         both: set[asyncio.Future[Any]] = {loading, stopping}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -173,11 +183,17 @@ class WorkerShell:
             engine.cancel()
 
     async def _close(self, thread: EngineThread) -> None:
-        """Bytes first, then words, then the thread. Each part gets its time, and what does not end in it is named."""
+        """Bytes first, then words, then the ranks and the thread. Each part gets its time, and what does not end in it is named.
+
+        After a fault nobody waits for the thread: a step may hang in it for want of a rank that is gone.
+        """
         if self._role is not None:
             await self._close_part("transport", self._role.close())
         await self._close_part("endpoint", self._endpoint.close())
-        if not await asyncio.to_thread(thread.stop, self._timing.stop_timeout_s):
+        if self._lead is not None:
+            await asyncio.to_thread(self._lead.close, has_ended_well=self._is_stop_requested and self._fault is None)
+        timeout_s = self._timing.stop_timeout_s if self._fault is None else 0.0
+        if not await asyncio.to_thread(thread.stop, timeout_s):
             logger.warning("gave up closing worker_id=%s part=engine thread", self.me.party_id)
 
     async def _close_part(self, part: str, closing: Coroutine[Any, Any, None]) -> None:
@@ -264,6 +280,20 @@ class WorkerShell:
             self._fault = error
             self._stop.set()
 
+    # -- the other ranks -----------------------------------------------------------------------------------------------
+
+    def _make_lead(self) -> GroupLead | None:
+        layout = self._runtime_config.parallel
+        if layout.num_ranks == 1:
+            return None
+        group = RankGroupConfig(layout=layout, step_timeout_s=self._timing.step_timeout_s, start_timeout_s=self._timing.start_timeout_s)
+        identity = self._identity
+        return GroupLead(identity.secret, self.me, identity.host, group, self._network.wire, self._rank_lost)
+
+    def _rank_lost(self, error: EngineFault) -> None:
+        """Called on a thread of the group's."""
+        self._post(lambda: self.fault(error))
+
     # -- what the endpoint calls ---------------------------------------------------------------------------------------
 
     def _make_endpoint(self) -> WorkerEndpoint:
@@ -326,4 +356,11 @@ class WorkerShell:
             max_model_len_tokens=model.request_limits.max_sequence_tokens if model is not None else 0,
             cache_formats=landed_formats(model.layout) if model is not None else (),
             is_pool_audited=self._rest_audit is not None and self._rest_audit.is_audited,
+            parallel=self._runtime_config.parallel.describe(),
+            rank_pids=self._rank_pids(),
         )
+
+    def _rank_pids(self) -> tuple[int, ...]:
+        """Of all ranks that are here, in order of ranks."""
+        others = self._lead.pids if self._lead is not None else {}
+        return (os.getpid(), *(others[rank] for rank in sorted(others)))

@@ -5,7 +5,8 @@ result does not depend on how many rows there are or where an element lies. `Com
 rank sends to others; `cluster/planner/communication.py` says what they must be.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import Any, Protocol
@@ -34,10 +35,14 @@ class Operation(Enum):
 
 @dataclass(slots=True)
 class CommunicationMeter:
-    """calls, bytes_sent: by (group, operation), since the start. Bytes that stay on this rank are not counted."""
+    """calls, bytes_sent: by (group, operation), since the start. Bytes that stay on this rank are not counted.
+
+    seconds: that this rank spent in exchanges, waiting for later ranks included; on CUDA only what it takes to start them.
+    """
 
     calls: dict[tuple[GroupKind, Operation], int] = field(default_factory=dict)
     bytes_sent: dict[tuple[GroupKind, Operation], int] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def count(self, kind: GroupKind, operation: Operation, num_bytes: int) -> None:
         """One call that sends `num_bytes` to other ranks."""
@@ -49,6 +54,7 @@ class CommunicationMeter:
         """Count from zero."""
         self.calls.clear()
         self.bytes_sent.clear()
+        self.seconds = 0.0
 
 
 class Exchange(Protocol):
@@ -101,7 +107,8 @@ class Collectives:
         received = rows.new_empty(sum(received_counts), *rows.shape[1:])
         own = sent_counts[self.rank] * row_bytes
         self.meter.count(self.kind, Operation.ALL_TO_ALL, sum(sent_counts) * row_bytes - own)
-        self._exchange.all_to_all(
+        self._timed(
+            self._exchange.all_to_all,
             as_bytes(received),
             as_bytes(rows),
             [count * row_bytes for count in received_counts],
@@ -132,7 +139,7 @@ class Collectives:
         """x becomes that of rank `root`, in place; returned for convenience."""
         if self.size > 1:
             self.meter.count(self.kind, Operation.BROADCAST, (self.size - 1) * x.nbytes if self.rank == root else 0)
-            self._exchange.broadcast(as_bytes(x), root)
+            self._timed(self._exchange.broadcast, as_bytes(x), root)
         return x
 
     def broadcast_bytes(self, data: bytes, root: int = 0) -> bytes:
@@ -148,14 +155,19 @@ class Collectives:
         """Return when every rank has come here."""
         self.all_gather(torch.zeros(1, dtype=torch.uint8))
 
+    def _timed(self, exchange: Callable[..., None], *arguments: Any) -> None:
+        started_s = time.perf_counter()
+        exchange(*arguments)
+        self.meter.seconds += time.perf_counter() - started_s
+
     def _gather(self, x: Tensor) -> Tensor:
         received = x.new_empty(self.size, *x.shape)
-        self._exchange.all_gather(as_bytes(received), as_bytes(x))
+        self._timed(self._exchange.all_gather, as_bytes(received), as_bytes(x))
         return received
 
     def _swap(self, x: Tensor) -> Tensor:
         received = torch.empty_like(x)
-        self._exchange.all_to_all(as_bytes(received), as_bytes(x), (), ())
+        self._timed(self._exchange.all_to_all, as_bytes(received), as_bytes(x), (), ())
         return received
 
 

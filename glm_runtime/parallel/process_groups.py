@@ -4,6 +4,7 @@ Groups are objects of their own, not torch's global default group: a process may
 each other through a TCPStore that the replica's rank 0 serves on a port of the system's choice.
 """
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -49,8 +50,21 @@ class ProcessGroupExchange:
 
 
 def serve_store(host: str, num_ranks: int, timeout_s: float) -> Store:
-    """The meeting place of a replica, on its rank 0; `store.port` is what the others must be told. Does not wait for them."""
-    return distributed.TCPStore(host, 0, num_ranks, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    """The meeting place of a replica, on its rank 0; `store.port` is what the others must be told. Does not wait for them.
+
+    It listens on `host` alone: left to itself, a TCPStore listens on every address of the machine, and it asks nobody for a proof.
+    """
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return distributed.TCPStore(
+        host,
+        port,
+        num_ranks,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def join_store(host: str, port: int, num_ranks: int, timeout_s: float) -> Store:
@@ -63,10 +77,12 @@ def within(store: Store, prefix: str) -> Store:
     return distributed.PrefixStore(prefix, store)
 
 
-def make_context(layout: ParallelLayout, rank: int, store: Store | None, timeout_s: float, backend: Backend = "gloo") -> ParallelContext:
+def make_context(
+    layout: ParallelLayout, rank: int, store: Store | None, timeout_s: float, backend: Backend = "gloo", *, host: str = "127.0.0.1"
+) -> ParallelContext:
     """Meet the other ranks and make every group of this one. timeout_s: of one exchange; a rank that is late for it ends all.
 
-    store: None for a replica of one rank. Blocks until all ranks are here.
+    store: None for a replica of one rank. host: this rank's own address, where others reach it (gloo). Blocks until all ranks are here.
     """
     meter = CommunicationMeter()
     made: dict[tuple[int, ...], Exchange] = {}
@@ -76,16 +92,19 @@ def make_context(layout: ParallelLayout, rank: int, store: Store | None, timeout
         own = members.index(rank)
         if len(members) > 1 and members not in made:
             assert store is not None, "ranks of a replica need a place to meet"
-            made[members] = _make_exchange(members, own, store, timeout_s, backend)
+            made[members] = _make_exchange(members, own, store, timeout_s, backend, host)
         groups[kind] = Collectives(kind, own, len(members), made.get(members), meter)
     return ParallelContext(layout=layout, rank=rank, groups=groups, meter=meter)
 
 
-def _make_exchange(members: tuple[int, ...], own: int, store: Store, timeout_s: float, backend: Backend) -> Exchange:
+def _make_exchange(members: tuple[int, ...], own: int, store: Store, timeout_s: float, backend: Backend, host: str) -> Exchange:
     prefixed = within(store, "ranks " + ",".join(map(str, members)))
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
-        gloo = distributed.ProcessGroupGloo(prefixed, own, len(members), timeout)
+        options = distributed.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+        gloo = distributed.ProcessGroupGloo(prefixed, own, len(members), options)
         return ProcessGroupExchange(gloo, len(members), gathers_directly=False)
     nccl = distributed.ProcessGroupNCCL(prefixed, own, len(members))
     return ProcessGroupExchange(nccl, len(members), gathers_directly=True)

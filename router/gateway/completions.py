@@ -37,8 +37,8 @@ class CompletionEndpoint(GeneratingEndpoint):
         asked = parts.config.completions_default_max_tokens if request.max_tokens is None else request.max_tokens
         if asked == 0 and not request.echo:
             raise InvalidRequest("max_tokens is 0, so nothing would be answered; ask for at least 1 or set echo", param="max_tokens")
-        # Prompts are scored on the way to a first token: where none is wanted, one is drawn and left out.
-        asked = max(asked, 1) if request.num_prompt_logprobs >= 0 else asked
+        # Prompts are scored on the way to a first token: where none is wanted, one is drawn and left out, and the context need not hold it.
+        max_tokens = max(asked, 1) if request.num_prompt_logprobs >= 0 else asked
         parts.relay.admit(len(prompts) * request.num_choices)
         response_id = new_response_id("cmpl")
         bad_words = await self.tokenise_bad_words(request)
@@ -50,7 +50,7 @@ class CompletionEndpoint(GeneratingEndpoint):
             check_context(len(tokens), asked, parts.context_tokens, "prompt")
             # Each prompt draws its own numbers, unless the client fixed the seed.
             num_told_tokens += len(tokens) * request.num_choices
-            sampling = self.make_sampling(request, asked, num_told_tokens, grammar, bad_words)
+            sampling = self.make_sampling(request, max_tokens, num_told_tokens, grammar, bad_words)
             legs += self.make_legs(request, f"{response_id}-{index}", tokens, sampling)
             answers += [self.make_answer(request, sampling, None) for _ in range(request.num_choices)]
             echoes.append(EchoedPrompt(tokens, self._prompt_text(prompt) if request.echo else ""))

@@ -46,7 +46,8 @@ class Generation:
 
     num_choices: answers per prompt; those of one prompt are adjacent. The first of them is submitted at once, the others when it has
     ended or has its second token, which decode has drawn (the first comes from prefill and may be ahead of the blocks): by then the
-    prompt's full blocks are in the caches of both workers, so the prompt is computed and moved once, not n times.
+    prompt's full blocks are in the caches of both workers, so the prompt is computed and moved once, not n times. Where the first token
+    is also its last, the blocks on their way are given up, and the others move again what had not arrived.
     A prompt shorter than a block has nothing to share, and nobody waits, unless it is scored: its scores are told with each answer, and
     come with the first.
     """

@@ -27,8 +27,13 @@ MAX_WAITING = 64
 MAX_REASON_LENGTH = 400
 WALL_S = 20.0
 """Wall-clock time for an answer beyond its limit of CPU time: starting on a busy machine, and a process that was stopped from outside."""
+END_S = 2.0
+"""For a process that has closed its output to end. It is not killed at once: asyncio's kill looks whether the process has ended and so
+may take its exit code from the thread that waits for it, which then reports 255."""
 NUM_TRIES = 2
 CHECKER = (sys.executable, "-m", "router.gateway.grammar_check")
+GONE = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
+"""What says that the process has closed its ends of the pipes."""
 FAULTS = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGTRAP})
 """How a process ends by what it does itself: out of its memory or its stack. Whatever else ends one comes from outside."""
 
@@ -51,9 +56,10 @@ class CheckedGrammar:
 class GrammarChecker:
     """One checking process, started with the first grammar. Belongs to one event loop."""
 
-    def __init__(self, limit_s: float, *, wall_s: float = WALL_S, command: Sequence[str] = CHECKER) -> None:
+    def __init__(self, limit_s: float, *, wall_s: float = WALL_S, end_s: float = END_S, command: Sequence[str] = CHECKER) -> None:
         self._limit_s = limit_s
         self._wall_s = wall_s
+        self._end_s = end_s
         self._command = command
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
@@ -127,7 +133,7 @@ class GrammarChecker:
                 return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=CheckReply)
         except (OSError, asyncio.IncompleteReadError, TimeoutError, msgspec.DecodeError) as error:
             self.num_lost += 1
-            code = await self._end()
+            code = await self._end(wait_s=self._end_s if isinstance(error, GONE) else 0.0)
             logger.warning("a grammar checker was lost code=%s reason=%s num_bytes=%d", code, type(error).__name__, len(request.text))
             return code
         except BaseException:  # the asker has gone: the answer on its way must not become the next asker's
@@ -143,10 +149,19 @@ class GrammarChecker:
             )
         return self._process
 
-    async def _end(self) -> int | None:
+    async def _end(self, *, wait_s: float = 0.0) -> int | None:
+        """Wait this long for the process to end by itself, then kill it. Returns its exit code; None where there is no process."""
         process, self._process = self._process, None
         if process is None:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()  # nothing is lost with it, and one that has ended by itself keeps its code
-        return await process.wait()
+        try:
+            async with asyncio.timeout(wait_s):
+                await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()  # nothing is lost with it
+            code = await process.wait()
+        return code

@@ -100,6 +100,8 @@ def make_sampling(
         raise InvalidRequest(f"min_tokens is {min_tokens} and at most {max_tokens} tokens may be generated", param="min_tokens")
     bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
     allowed = tuple(dict.fromkeys(request.allowed_token_ids or ()))
+    stop_ids = tuple(request.stop_token_ids or ())
+    _check_ids(stop_ids, model, "stop_token_ids")
     _check_ids(bias, model, "logit_bias")
     _check_ids(allowed, model, "allowed_token_ids")
     return SamplingParameters(
@@ -108,7 +110,7 @@ def make_sampling(
         temperature=_or(request.temperature, model.temperature),
         top_p=_or(request.top_p, model.top_p),
         top_k=max(top_k, 0),
-        stop_token_ids=tuple(dict.fromkeys((*end_ids, *(request.stop_token_ids or ())))),
+        stop_token_ids=tuple(dict.fromkeys((*end_ids, *stop_ids))),
         min_p=_or(request.min_p, 0.0),
         min_tokens=min_tokens,
         repetition_penalty=_or(request.repetition_penalty, 1.0),

@@ -1,6 +1,5 @@
 """The official client works against the cluster, streaming and not."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,15 +77,12 @@ def test_several_answers_share_a_prompt_and_keep_their_seeds(client: openai.Open
 
 def test_several_answers_move_their_prompt_once(cluster: RunningCluster, client: openai.OpenAI) -> None:
     def moved_bytes(number: int, count: int) -> int:
-        before = cluster.worker("decode-0")["bytes_read"]
+        before = cluster.settled_worker("decode-0")["bytes_read"]
         client.completions.create(model="glm", prompt=make_prompt(640, number), max_tokens=2, n=count)
-        cluster.wait_until_quiescent()
-        time.sleep(1.2)  # a worker's row is up to a second old
-        return int(cluster.worker("decode-0")["bytes_read"] - before)
+        return int(cluster.settled_worker("decode-0")["bytes_read"] - before)
 
-    # Ten blocks once and the last one for each further answer: 12. A long run of tests has shown 20, for a reason not found yet.
     one, three = moved_bytes(9310, 1), moved_bytes(9311, 3)
-    assert 0 < one <= three < 3 * one, "the prompt is not moved for every answer"
+    assert 0 < one <= three < 1.5 * one, "ten blocks once, and the last one for each further answer"
 
 
 def test_the_whole_sampler_equals_one_process(cluster: RunningCluster, reference: Reference) -> None:

@@ -221,6 +221,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"logit_bias": {"2560": 1}}, "invalid_request", "logit_bias"),
     ({"min_tokens": 9, "max_tokens": 8}, "invalid_request", "min_tokens"),
     ({"allowed_token_ids": [2560]}, "invalid_request", "allowed_token_ids"),
+    ({"stop_token_ids": [2560]}, "invalid_request", "stop_token_ids"),
     ({"chat_template_kwargs": {"messages": []}}, "invalid_request", "chat_template_kwargs.messages"),
 ]
 

@@ -180,6 +180,15 @@ def test_a_scored_prompt_without_an_answer_counts_no_token(gateway: RunningGatew
     assert answer["usage"]["completion_tokens"] == 0
 
 
+def test_a_prompt_that_fills_the_context_can_be_scored(gateway: RunningGateway) -> None:
+    body = {"model": "glm", "prompt": [5] * 8192, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=20).json()
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 8192
+    for fields in ({"max_tokens": 1}, {"prompt": [5] * 8193}):
+        refused = httpx.post(f"{gateway.url}/v1/completions", json={**body, **fields}, timeout=20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_prompt_logprobs_as_vllm_tells_them(gateway: RunningGateway) -> None:
     body = {"model": "glm", "prompt": [65, 66, 67], "max_tokens": 1, "prompt_logprobs": 1}
     (choice,) = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=20).json()["choices"]

@@ -148,7 +148,7 @@ def _continue_as(context: ParallelContext, worker: int) -> Step:
 def test_drafts_of_a_hand_off_are_made_together(rank_pool: RankPool) -> None:
     size = 4
     layout = ParallelLayout(dp_size=size, is_expert_parallel=True)
-    found = [step for (step,) in rank_pool.run(layout, continue_after_hand_off, ())]
+    found = [step for (step,) in rank_pool.run(layout, continue_after_hand_off, (), timeout_s=60.0)]
     expected = continue_after_hand_off(one_rank(), range(size))
     assert [(step.samples, step.drafts) for step in found] == [(step.samples, step.drafts) for step in expected]
     assert len(found[0].drafts[SequenceId("a")]) == 3

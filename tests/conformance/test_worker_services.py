@@ -30,7 +30,7 @@ from prefill_worker.service import PrefillService
 from tests.fakes.link_router import LinkRouter
 
 RUNTIME = RuntimeConfig(checkpoint=Path(glm_runtime.__file__).parent / "tiny", cache_bytes=24 << 20, max_step_tokens=64, num_threads=1)
-TIMING = ShellTiming(tick_interval_s=0.05, step_timeout_s=0.3, stop_timeout_s=0.5)
+TIMING = ShellTiming(tick_interval_s=0.05, step_timeout_s=0.3, stop_timeout_s=0.5, start_timeout_s=10.0)
 
 
 class Cell:

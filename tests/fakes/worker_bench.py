@@ -270,7 +270,7 @@ class DecodeBench(BenchWorker):
             self.outside,
             self.reads,
             self.pairs,  # type: ignore[arg-type]
-            block_size_tokens=self.model.layout.block_size_tokens,
+            pool=self.model.pool,
             looks_one_token_ahead=self.model.layout.looks_one_token_ahead,
             request_limits=self.model.request_limits,
             config=config,

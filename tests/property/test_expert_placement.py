@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glm_runtime.parallel.expert import ExpertPlacement, balance, find_placement
+from glm_runtime.parallel.expert import ABSENT, ExpertPlacement, balance, find_placement
 
 
 @st.composite
@@ -33,6 +34,23 @@ def test_a_choice_names_a_copy_of_that_expert(case: tuple[list[float], int, int]
     chosen = np.random.default_rng(seed).integers(0, len(load), (5, 3))
     ranks, slots = placement.choose(chosen, rank)
     assert [[placement.slots[r][s] for r, s in zip(*row, strict=True)] for row in zip(ranks, slots, strict=True)] == chosen.tolist()
+
+
+@given(loads(), st.integers(0, 2**32 - 1))
+def test_rows_that_all_ranks_have_take_each_expert_on_one_of_them(case: tuple[list[float], int, int], seed: int) -> None:
+    load, num_ranks, num_slots = case
+    chosen = torch.from_numpy(np.random.default_rng(seed).integers(0, len(load), (5, 3)))
+    placements = [find_placement(load, num_ranks, num_slots)]
+    if len(load) % num_ranks == 0:
+        placements.append(ExpertPlacement.even(len(load), num_ranks))
+    for placement in placements:
+        taken = [
+            torch.where(slots < 0, ABSENT, torch.tensor(placement.slots[rank])[slots])
+            for rank in range(num_ranks)
+            for slots in [placement.here(chosen, rank)]
+        ]
+        assert ((torch.stack(taken) >= 0).sum(0) == 1).all()
+        assert torch.equal(torch.stack(taken).amax(0), chosen)
 
 
 def test_copies_are_taken_by_turns() -> None:

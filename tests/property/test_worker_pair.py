@@ -16,14 +16,15 @@ from tests.fakes.toy_model import VOCAB_SIZE, toy_generate, toy_logprobs
 from tests.fakes.worker_bench import BenchRequest, World
 
 PREFIX = [3, 1, 4, 1, 5, 9, 2, 6] * 4
-"""Shared by some prompts, so that they hit each other's blocks."""
+"""Shared by some prompts, so that they hit each other's blocks; others go on after an earlier prompt and its answer."""
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[BenchRequest]:
-    drawn = []
+    drawn: list[BenchRequest] = []
+    beginnings = [PREFIX]
     for number in range(draw(st.integers(1, 8))):
-        shared = PREFIX[: draw(st.sampled_from([0, 8, 15, 16, 24, 32]))]
+        shared = draw(st.sampled_from(beginnings))[: draw(st.sampled_from([0, 8, 9, 15, 16, 17, 24, 25, 32]))]
         own = [draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(draw(st.integers(1, 12)))]
         stop = tuple(draw(st.sets(st.integers(0, VOCAB_SIZE - 1), max_size=1)))
         grammar = draw(st.sampled_from([None, None, *TOY_GRAMMARS]))
@@ -35,6 +36,7 @@ def requests(draw: st.DrawFn) -> list[BenchRequest]:
             logprobs=draw(st.sampled_from([-1, -1, 2])),
             prompt_logprobs=draw(st.sampled_from([-1, -1, 1])),
         )
+        beginnings.append(shared + own + toy_generate(shared + own, sampling)[:8])
         drawn.append(BenchRequest(RequestId(f"r{number}"), shared + own, sampling, is_local=draw(st.booleans())))
     return drawn
 
@@ -90,6 +92,34 @@ def test_answers_equal_one_process(
             world.router.cancel(world.rng.choice(asked).request_id)
     world.settle()
     assert_answers(asked)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12), st.booleans()), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+    st.integers(11, 40),
+    st.integers(11, 40),
+    st.sampled_from([0, 3]),
+)
+def test_turns_whose_prompts_end_at_a_block_s_edge(
+    conversations: list[tuple[int, int, bool]], seed: int, prefill_blocks: int, decode_blocks: int, max_drafts: int
+) -> None:
+    """The key of such a prompt's last block looks at the first token of its answer, with which the next turn goes on."""
+    world = World(seed=seed, prefill_blocks=prefill_blocks, decode_blocks=decode_blocks, max_drafts=max_drafts)
+    prompts = [[number] * 8 * num_blocks for number, (num_blocks, _, _) in enumerate(conversations)]
+    for turn in range(3):
+        asked = []
+        for number, (_, max_tokens, is_local) in enumerate(conversations):
+            sampling = SamplingParameters(max_tokens=max_tokens, seed=seed % 100)
+            request = BenchRequest(RequestId(f"r{number}.{turn}"), prompts[number], sampling, is_local=is_local and turn % 2 == 0)
+            asked.append(world.router.submit(request))
+        for _ in range(world.rng.randrange(200)):
+            world.turn()
+        world.settle()
+        assert_answers(asked)
+        ended = [request.prompt + request.output for request in asked]
+        prompts = [[*tokens, *range(8 - len(tokens) % 8)] for tokens in ended]
 
 
 @settings(max_examples=30)

@@ -1,14 +1,17 @@
 """A bad configuration does not start: every mistake is named at once, with its file and field."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from cluster.config import SHIPPED_CHECKPOINT, ServeConfig, find_mistakes, needed_memory_bytes, resolve
 from cluster.config_file import Option, load_config, render_config
+from cluster.placement import Role
+from decode_worker.config import DecodeConfig
 from glm_runtime.config import GlmConfig
+from glm_runtime.parallel.layout import ParallelLayout
 from kv_transfer.errors import ConfigError
 
 
@@ -69,7 +72,15 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[cluster]\ntick_s = inf", "cluster.tick_s: is inf; a finite number is needed"),
         ("[cluster]\nnum_prefill_workers = 0", "cluster.num_prefill_workers: is 0; it must be above 0"),
         ("[gateway]\nsecret_file = 'x'", "gateway.secret_file: is filled in when the cluster starts; remove it"),
-        ("[runtime.parallel]\ntp_size = 2", "runtime.parallel: is filled in when the cluster starts; remove it"),
+        ("[runtime.parallel]\ntp_size = 2", "runtime.parallel: is filled in when the cluster starts; set prefill.parallel and decode."),
+        ("[decode.parallel]\ntp_size = 0", "decode.parallel.tp_size: is 0; it must be above 0"),
+        ("[decode.parallel]\ntp = 2", "decode.parallel.tp: unknown key; "),
+        ("[decode.parallel]\npp_size = 2", "decode.parallel.pp_size: unknown key; did you mean "),
+        ("[prefill.parallel]\ntp_size = 3", "prefill.parallel: tp_size is 3, which does not divide the model's num_attention_heads"),
+        ("[prefill.parallel]\ndcp_size = 2", "prefill.parallel.dcp_size: is 2: ranks that share a sequence's cache are for decode"),
+        ("[prefill.parallel]\ndp_size = 2", "prefill.parallel.dp_size: is 2: data parallelism is for decode"),
+        ("[decode.parallel]\npcp_size = 2", "decode.parallel.pcp_size: is 2: ranks that share a prompt's rows are for prefill"),
+        ("[decode.parallel]\ntp_size = 2", "router.local_prefill_below_tokens: is 0: hand-off to decode workers of several ranks"),
         ("[runtime]\ncheckpoint = 'nowhere'", "runtime.checkpoint: there is no directory"),
     ],
 )
@@ -185,10 +196,27 @@ def test_what_check_config_prints_loads_back_into_the_same_configuration(tmp_pat
     assert load_config(tmp_path / "effective.toml")[0] == config
 
 
-def test_memory_counts_every_worker(model: GlmConfig) -> None:
-    one_each = needed_memory_bytes(ServeConfig(), weight_bytes=1000)
+def test_memory_counts_every_rank_of_every_worker() -> None:
+    weight_bytes: Mapping[Role, int] = {"prefill": 1000, "decode": 1000}
+    one_each = needed_memory_bytes(ServeConfig(), weight_bytes)
     more = dataclasses.replace(ServeConfig(), cluster=dataclasses.replace(ServeConfig().cluster, num_decode_workers=3))
-    assert needed_memory_bytes(more, weight_bytes=1000) == 2 * one_each
+    assert needed_memory_bytes(more, weight_bytes) == 2 * one_each
+    cut = dataclasses.replace(ServeConfig(), decode=DecodeConfig(parallel=ParallelLayout(tp_size=3)))
+    assert needed_memory_bytes(cut, weight_bytes) == 2 * one_each
+    assert needed_memory_bytes(cut, {"prefill": 1000, "decode": 0}) == 2 * one_each - 3000
+
+
+def test_cores_are_shared_by_all_ranks(model: GlmConfig) -> None:
+    cut = dataclasses.replace(ServeConfig(), decode=DecodeConfig(parallel=ParallelLayout(tp_size=4)))
+    assert resolve(cut, model, num_cores=10).runtime.num_threads == 2
+    assert resolve(cut, model, num_cores=2).runtime.num_threads == 1
+
+
+def test_a_role_gets_its_own_layout() -> None:
+    cut = dataclasses.replace(ServeConfig(), decode=DecodeConfig(parallel=ParallelLayout(tp_size=4)))
+    assert cut.runtime_of("decode").parallel.tp_size == 4
+    assert cut.runtime_of("prefill") == cut.runtime
+    assert [pool.num_ranks for pool in cut.pools] == [1, 4]
 
 
 def _numbers_without_unit(part: object, path: str) -> Iterator[str]:

@@ -1,9 +1,12 @@
 """The decode engine on the bench: what is emitted, who is preempted, what is cached, and what a launched step protects."""
 
+import dataclasses
+
 import pytest
 
 from decode_worker.batch import DecodeBatch
 from decode_worker.config import DecodeConfig
+from decode_worker.draft_controller import DraftController
 from decode_worker.sequences import Phase
 from kv_transfer.block_keys import block_keys
 from kv_transfer.identity import RequestId, pack_tokens
@@ -105,6 +108,24 @@ def test_blocks_that_the_answer_fills_are_found_by_the_next_turn() -> None:
     assert len(world.decodes[0].model.pool.lookup(keys)) >= num_stored // BLOCK_SIZE_TOKENS
 
 
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_pulled_prompt_that_ends_at_a_block_s_edge_is_cached_whole_with_its_only_token(max_drafts: int) -> None:
+    """Token 0 ends the answer, and the block's key looks at it: no row is ever stored after the block."""
+    world = World(max_drafts=max_drafts)
+    decode, gateway = world.decodes[0], world.router.me.peer_id
+    request = BenchRequest(RequestId("a"), list(range(16)), SamplingParameters(max_tokens=1, seed=1))
+    open_all(world, request)
+    world.prefills[0].turn(world.now_s)
+    for _ in range(20):  # the gateway, which would cancel what has ended, hears nothing until the blocks are here
+        while world.deliver_one(lambda _sender, to: to != gateway):
+            pass
+        world.pass_time(0.05)
+    world.settle()
+    assert len(request.output) == 1
+    keys = block_keys(pack_tokens(request.prompt + request.output), b"", BLOCK_SIZE_TOKENS, looks_one_token_ahead=max_drafts > 0)
+    assert len(decode.model.pool.lookup(keys)) == 2
+
+
 def test_a_request_that_cannot_fit_alone_is_refused_with_the_numbers() -> None:
     world = World(decode_blocks=4)
     request = local_request("a", 20, 30)
@@ -133,6 +154,18 @@ def test_a_running_batch_decodes_beside_a_long_local_prompt() -> None:
     assert len(num_emitted) >= 12, "the prompt is cut into chunks of the share that it may take beside rows"
     assert num_emitted == sorted(set(num_emitted)), "every step of the long prompt also moved the short answer on"
     world.settle()
+
+
+def test_what_publishing_takes_is_part_of_a_step() -> None:
+    world = World(max_drafts=2)
+    open_all(world, local_request("a", 5, 100))
+    decode = world.decodes[0]
+    decode.engine.drafts = DraftController(dataclasses.replace(decode.model, adapts_drafts=True))
+    now_s = world.now_s
+    while decode.launch(now_s):
+        decode.land(now_s + 0.01)
+        now_s += 0.015
+    assert 0.01 < decode.engine.drafts._costs.costs().overhead_s <= 0.0151, "the toy's model takes no time; an average comes from below"
 
 
 @pytest.mark.parametrize("max_drafts", [0, 1])

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
+from kv_transfer.block_keys import block_keys
 from kv_transfer.block_pool import Holder, HolderKind
-from kv_transfer.identity import RequestId
+from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import Complete, Failed, FailureKind, FinishReason, Progress, SamplingParameters, Seal, StartSource, Taken
 from prefill_worker.config import PrefillConfig
 from tests.fakes.toy_model import toy_generate
@@ -90,6 +91,44 @@ def test_the_last_token_is_always_computed() -> None:
     world.settle()
     assert world.prefills[0].model.runner.num_tokens == num_tokens + 8
     assert again.output == first.output
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_prompt_that_ends_at_a_block_s_edge_is_cached_whole(max_drafts: int) -> None:
+    """With MTP its last block has its key once the token after it is drawn."""
+    world = World(max_drafts=max_drafts)
+    first = request("a", 16)
+    start(world, first)
+    world.settle()
+    turn = BenchRequest(RequestId("turn"), [*first.prompt, first.output[0], 7], first.sampling)
+    assert candidate_tokens(world, turn) == 16
+    other = BenchRequest(RequestId("other"), [*first.prompt, first.output[0] ^ 1, 7], first.sampling)
+    assert candidate_tokens(world, other) == (8 if max_drafts else 16)
+    world.settle()
+    assert turn.output == toy_generate(turn.prompt, turn.sampling)
+    assert other.output == toy_generate(other.prompt, other.sampling)
+
+
+def test_a_prompt_of_one_block_is_cached_whole_under_its_salt() -> None:
+    world = World(max_drafts=3)
+    first = request("a", 8)
+    first.sampling = msgspec.structs.replace(first.sampling, prompt_logprobs=0)
+    start(world, first)
+    world.settle()
+    token = first.output[0]
+    pool = world.prefills[0].model.pool
+    assert len(pool.lookup(block_keys(pack_tokens([*first.prompt, token]), b"a 1", 8, looks_one_token_ahead=True))) == 1
+    assert len(pool.lookup(block_keys(pack_tokens([*first.prompt, token]), b"", 8, looks_one_token_ahead=True))) == 0
+
+
+def candidate_tokens(world: World, waiting: BenchRequest) -> int:
+    """Tokens of a prompt that prefill has in its cache when it arrives; decode's cache is evicted."""
+    pool = world.decodes[0].model.pool
+    pool.allocate(pool.num_available, holder := Holder(HolderKind.REQUEST, "test"))
+    pool.release_all(holder)
+    start(world, waiting)
+    world.prefills[0].sequences.queue_arrived()
+    return world.prefills[0].sequences.candidates(9)[-1].num_cached_tokens
 
 
 def test_a_record_says_when_its_token_ends_the_request() -> None:

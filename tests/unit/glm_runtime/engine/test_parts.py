@@ -68,6 +68,22 @@ def test_one_token_more_than_fits_is_too_long() -> None:
         check(pack_tokens(range(3)), sampling=SamplingParameters(max_tokens=63, seed=0))
 
 
+def test_a_prompt_that_is_only_scored_may_fill_the_context_and_the_pool() -> None:
+    scored = SamplingParameters(max_tokens=1, seed=0, prompt_logprobs=0)
+    by_context = RequestLimits(vocab_size=50, max_model_len_tokens=8, capacity_tokens=64)
+    by_pool = RequestLimits(vocab_size=50, max_model_len_tokens=100, capacity_tokens=8)
+    for limits in (by_context, by_pool):
+        check_request(pack_tokens(range(8)), num_prompt_tokens=8, first_index=0, sampling=scored, limits=limits)
+        with pytest.raises(PromptTooLong, match="9 tokens and asks for 1 more"):
+            check_request(pack_tokens(range(9)), num_prompt_tokens=9, first_index=0, sampling=scored, limits=limits)
+    for max_tokens, num_top, first_index in ((1, -1, 0), (2, 0, 0), (2, 0, 1)):
+        wanted = SamplingParameters(max_tokens=max_tokens, seed=0, prompt_logprobs=num_top)
+        with pytest.raises(PromptTooLong):
+            check_request(
+                pack_tokens(range(8 + first_index)), num_prompt_tokens=8, first_index=first_index, sampling=wanted, limits=by_context
+            )
+
+
 @pytest.mark.parametrize(
     ("tokens", "fields"),
     [

@@ -82,6 +82,30 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, impl: Impl) 
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpu", NATIVE])
+@shapes
+def test_experts_that_are_elsewhere_add_nothing(rows: int, experts: int, chosen_each: int, hidden: int, inner: int, impl: Impl) -> None:
+    """Two ranks with a part of the experts each: together they give what one gives, and each what its own experts do."""
+    x, chosen, gates, gate_up, down = make_case(rows, experts, chosen_each, hidden, inner)
+    expected = moe_experts(x, chosen, gates, gate_up, down, gemm=Gemm(), impl="reference")
+    total, first = torch.zeros_like(expected), 0
+    for count in (experts // 3 + 1, experts - experts // 3 - 1):
+        own = slice(first, first + count)
+        slots = torch.where((chosen >= first) & (chosen < first + count), chosen - first, -1)
+        operands = (pack(gate_up[own], is_gated=True), pack(down[own])) if impl == "native" else (gate_up[own], down[own])
+        part = moe_experts(x, slots, gates, *operands, gemm=Gemm(), impl=impl)
+        assert not part[(slots < 0).all(1)].any(), "a row without an expert here has no sum here"
+        alone = [
+            moe_experts(x[row : row + 1], slots[row : row + 1], gates[row : row + 1], *operands, gemm=Gemm(), impl=impl)
+            for row in range(rows)
+        ]
+        if impl == "native":
+            assert torch.equal(part, torch.cat([part[:0], *alone])), "a row does not see the others"
+        total += part
+        first += count
+    assert not rows or relative_rms(total, expected) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", NATIVE])
 def test_products_are_added_in_the_order_of_the_list(impl: Impl) -> None:
     """2^24 + 1 - 2^24 is 0 in fp32, 2^24 - 2^24 + 1 is 1."""
     gate_up, down = torch.ones(3, 2, 1), torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)

@@ -66,12 +66,18 @@ def test_everything_asked_for_is_passed_on() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"min_tokens": 6}, "min_tokens"), ({"logit_bias": {"50": 1}}, "logit_bias"), ({"allowed_token_ids": [50]}, "allowed_token_ids")],
+    [
+        ({"min_tokens": 6}, "min_tokens"),
+        ({"logit_bias": {"50": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [50]}, "allowed_token_ids"),
+        ({"stop_token_ids": [9, 50]}, "stop_token_ids"),
+    ],
 )
 def test_what_the_models_limits_forbid_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         make_sampling(request(**fields), MODEL, 5)
     assert caught.value.param == param
+    assert ("6" if param == "min_tokens" else "50") in caught.value.message
 
 
 def test_each_choice_has_its_own_seed_and_the_first_the_requests() -> None:
