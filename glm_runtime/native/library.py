@@ -37,7 +37,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
     "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
-    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P),
+    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P, _P),
     "glm_fused_q": (_P, _I, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P),
     "glm_index_queries": (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _P, _P),
     "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
