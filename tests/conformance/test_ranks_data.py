@@ -41,6 +41,7 @@ LAYOUTS = [
     ParallelLayout(dp_size=2, is_expert_parallel=True),
     ParallelLayout(dp_size=4, is_expert_parallel=True),
     ParallelLayout(dp_size=2, tp_size=2, is_expert_parallel=True),
+    ParallelLayout(dp_size=2, tp_size=2, dcp_size=2, is_expert_parallel=True),
 ]
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "drafts": {},
