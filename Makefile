@@ -1,6 +1,6 @@
 # Every target does its own set-up first; a second run finds the stamp and starts at once.
 #   make serve [PORT=8000]     the cluster on this machine, small trained model, no GPU
-#   make test                  what CI runs; test-full adds the large matrices
+#   make test                  what CI runs; test-full adds the large matrices; test-layouts: every cut into ranks
 #   make check                 formatting, lint, types, import rules, spelling
 #   make bench / make gpu      benchmarks / checks on a CUDA device
 
@@ -21,7 +21,7 @@ NEEDED_KIB := 6291456
 PACKAGES := kv_transfer glm_runtime prefill_worker decode_worker router cluster
 SOURCES := $(PACKAGES) tests benchmarks
 
-.PHONY: help setup serve test test-full check format bench gpu clean
+.PHONY: help setup serve test test-full test-layouts check format bench gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +49,9 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+test-layouts: $(STAMP)
+	$(BIN)/python -m pytest tests/conformance/test_all_layouts.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -66,12 +66,16 @@ class DecodeEngine:
         self._max_rows = model.max_drafts + 1
         self._num_prefill_tokens = 0
         self._num_decode_rows = 0
+        self._published_s: float | None = None
+        self._publish_s = 0.0
 
     def take_commands(self, now_s: float) -> None:
         """Nothing waits here: messages change the sequences as they arrive, which STEP holders make safe."""
 
     def decide(self, now_s: float) -> StepPlan | None:
         """Preempt, grow and resume as planned, then lay out the step; None when there is nothing to compute."""
+        if self._published_s is not None:  # the loop comes here as soon as it has published
+            self._publish_s, self._published_s = now_s - self._published_s, None
         plan = self._plan(now_s)
         if plan.resume and not plan.rows and not plan.chunks:  # what has come back may be all there is to compute
             plan = self._plan(now_s)
@@ -94,7 +98,9 @@ class DecodeEngine:
 
     def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
         """Cache the full blocks, hand out the tokens, finish whoever has the last one."""
-        self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s), self._num_decode_rows)
+        # To publish takes time of a step, too: what the last one took is known by now.
+        self._published_s = now_s
+        self.drafts.take(plan, result, self.meter.end(self._num_prefill_tokens, now_s) + self._publish_s, self._num_decode_rows)
         step, self._in_step = self._in_step, StepBatch()
         self._holders.land()
         self._take_rows(plan.step_number, step, result, now_s)

@@ -4,11 +4,13 @@ Expanded: keys and values are rebuilt from the latents, [k | v] = c W_kv; cheap 
 the selection becomes a mask.
 Absorbed: W_k moves into the query and W_v behind the sum, so that attention runs on the cached rows as they are; it needs no
 expansion, works on any list of rows, and is the only form in deterministic mode, because a row must not see which form its step took.
+Where ranks share a cache, each attends to its own rows of it, absorbed, for the heads of all of them; what comes out is put together.
 
 Legend: `T` rows, `H` heads, `N` nope dim, `R` rope dim, `C` latent rank, `V` value head dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -26,6 +28,8 @@ from glm_runtime.ops.fused_q import fused_q
 from glm_runtime.ops.sparse_mla import sparse_mla
 from glm_runtime.packed_matrix import Operand, pack, plain_heads
 from glm_runtime.paged_cache import CacheRegion, PagedCache
+from glm_runtime.parallel.context import ParallelContext, one_rank
+from glm_runtime.parallel.decode_exchange import ShardOutputs, gather_heads
 from glm_runtime.rope import rotate_interleaved
 from glm_runtime.step_batch import RowSpan, StepBatch, exchange_keys
 from glm_runtime.weights import AttentionWeights
@@ -52,6 +56,7 @@ class Attention:
     numerics: Numerics
     mla_component: str = MLA_KV
     index_component: str = INDEX_K
+    context: ParallelContext = field(default_factory=one_rank)
 
     def __post_init__(self) -> None:
         assert (self.indexer is not None) == (self.layer == self.group.leader), "only a group's first layer owns an indexer"
@@ -96,6 +101,8 @@ class Attention:
 
     def _attend(self, heads: Tensor, rope: tuple[Tensor, Tensor], batch: StepBatch, mla: CacheRegion, selection: Selection) -> Tensor:
         """[T, H, V]: runs of rows in one form or the other."""
+        if self.context.decode_context.size > 1:
+            return self.across_ranks(heads, rope, mla, selection.addresses)
         is_decode = batch.num_rows == len(batch.spans)
         expanded = [] if is_decode else [span for span in batch.spans if self.is_expanded(span)]
         if not expanded:
@@ -129,26 +136,51 @@ class Attention:
         heads: [T, H, N + R], not yet rotated; addresses: [T, W]. Returns [T, H, V].
         Rounds: queries after W_k to heads' dtype, the latents before W_v to it; in fast mode the compiled kernel multiplies bf16 numbers.
         """
-        step = max(1, ABSORBED_MAX_BYTES // (heads.shape[1] * self.config.kv_lora_rank * 4))
-        if heads.shape[0] <= step:
-            return self._absorbed(heads, rope, mla, addresses)
-        pieces = [slice(first, first + step) for first in range(0, heads.shape[0], step)]
-        return torch.cat([self._absorbed(heads[rows], _at(rope, rows), mla, addresses[rows]) for rows in pieces])
+        pieces = [self._absorbed(heads[rows], _at(rope, rows), mla, addresses[rows]) for rows in self._pieces(*heads.shape[:2])]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _absorbed(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:
-        gemm = self.numerics.gemm
-        absorbed = gemm.heads(heads[..., : self.config.qk_nope_head_dim], self.weights.key_up)  # [T, H, C]
-        latents, _ = sparse_mla(
-            fused_q(heads, absorbed, *rope, impl=self.numerics.impl),
+        latents, _ = self._latents(self._queries(heads, rope), mla, addresses)
+        return self.numerics.gemm.heads(latents.to(heads.dtype), self.weights.value_up)  # [T, H, V]
+
+    def across_ranks(self, heads: Tensor, rope: tuple[Tensor, Tensor], mla: CacheRegion, addresses: Tensor) -> Tensor:
+        """As `absorbed`, where each rank of the decode context group has the addresses of its own tokens: one softmax over all of them.
+
+        heads: of all ranks of the group, or this rank's own, which are then gathered. Returns [T, H, V] of this rank's own heads.
+        Rounds: as `absorbed`, and what `ShardOutputs` sends.
+        """
+        group, layout = self.context.decode_context, self.context.layout
+        queries = self._queries(heads, rope)
+        if not layout.replicates_queries:
+            queries = gather_heads(queries, group)
+        outputs = ShardOutputs(queries.shape[0], queries.shape[1], self.config.kv_lora_rank, queries.dtype, group.size)
+        for rows in self._pieces(*queries.shape[:2]):
+            outputs.put(rows, *self._latents(queries[rows], mla, addresses[rows]))
+        join = outputs.swap if layout.dcp_combine == "a2a" else outputs.scatter
+        return self.numerics.gemm.heads(join(group, self.numerics.impl).to(heads.dtype), self.weights.value_up)
+
+    def _pieces(self, num_rows: int, num_heads: int) -> Iterator[slice]:
+        """Rows that attend together in absorbed form; one piece, perhaps empty, at least."""
+        step = max(1, ABSORBED_MAX_BYTES // (num_heads * self.config.kv_lora_rank * 4))
+        return (slice(first, min(first + step, num_rows)) for first in range(0, max(num_rows, 1), step))
+
+    def _queries(self, heads: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, H, C + R]: absorbed and rotated."""
+        absorbed = self.numerics.gemm.heads(heads[..., : self.config.qk_nope_head_dim], self.weights.key_up)  # [T, H, C]
+        return fused_q(heads, absorbed, *rope, impl=self.numerics.impl)
+
+    def _latents(self, queries: Tensor, mla: CacheRegion, addresses: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of latents [T, H, C] and their log-sums [T, H], fp32."""
+        return sparse_mla(
+            queries,
             mla,
             addresses,
             latent_dim=self.config.kv_lora_rank,
             scale=self.config.qk_head_dim**-0.5,
             scratch_bytes=self.numerics.scratch_bytes,
-            uses_bf16=heads.dtype == torch.bfloat16,
+            uses_bf16=queries.dtype == torch.bfloat16,
             impl=self.numerics.impl,
         )
-        return gemm.heads(latents.to(heads.dtype), self.weights.value_up)  # [T, H, V]
 
     def expanded(
         self, heads: Tensor, rope: tuple[Tensor, Tensor], block_table: Tensor, span: RowSpan, mla: CacheRegion, lists: Tensor | None

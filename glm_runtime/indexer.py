@@ -4,7 +4,7 @@ Interleaved RoPE on the *first* R dims of queries and keys (MLA rotates its last
 deterministic top-k. Shared layers have no indexer and no index keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from glm_runtime.ops.fused_norm_rope import IndexKeyNorm, IndexKeys
 from glm_runtime.ops.fused_q import index_queries
 from glm_runtime.ops.index_select import index_select
 from glm_runtime.paged_cache import CacheRegion
+from glm_runtime.parallel.context import ParallelContext, one_rank
+from glm_runtime.parallel.decode_context import BlockShare
+from glm_runtime.parallel.decode_exchange import merge_best
 from glm_runtime.step_batch import StepBatch
 from glm_runtime.weights import IndexerWeights
 
@@ -30,6 +33,7 @@ class Indexer:
     weights: IndexerWeights
     numerics: Numerics
     scratch_bytes: int = 32 << 20
+    context: ParallelContext = field(default_factory=one_rank)
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Raw keys and head weights from one product: [T, D] and [T, H] fp32, the latter scaled by H^-1/2 D^-1/2.
@@ -79,7 +83,27 @@ class Indexer:
         self.choose(queries, weights, batch, region, lists)
 
     def choose(self, queries: Tensor, weights: Tensor, batch: StepBatch, region: CacheRegion, lists: Tensor) -> None:
-        """Score and select; arguments as `select` made them."""
+        """Score and select; arguments as `select` made them.
+
+        Where ranks share a cache, each scores its own tokens for the rows that need scores, and all merge what they found: one exchange,
+        after which all have the same lists.
+        """
+        if self.context.decode_context.size == 1:
+            self._select(queries, weights, region, batch, lists)
+            return
+        list_all_visible(batch, lists)
+        share = batch.share
+        assert share is not None, "a step with rows to score has this rank's share of them"
+        own = lists.new_empty(share.rows.shape[0], lists.shape[1])
+        scores = torch.empty(own.shape)
+        self._select(queries[share.rows], weights[share.rows], region, share.batch, own, scores)
+        group = self.context.decode_context
+        tokens = BlockShare(group.rank, group.size, region.block_size_tokens).global_tokens(own)
+        lists[share.rows] = merge_best(scores, tokens, group, self.numerics.impl)
+
+    def _select(
+        self, queries: Tensor, weights: Tensor, region: CacheRegion, batch: StepBatch, lists: Tensor, scores: Tensor | None = None
+    ) -> None:
         index_select(
             queries,
             weights,
@@ -87,6 +111,7 @@ class Indexer:
             batch,
             self.config.index_topk,
             lists=lists,
+            scores=scores,
             gemm=self.numerics.gemm,
             scratch_bytes=self.scratch_bytes,
             impl=self.numerics.impl,
@@ -94,6 +119,6 @@ class Indexer:
 
 
 def list_all_visible(batch: StepBatch, lists: Tensor) -> None:
-    """Write the lists of a step without scores: [T, W] int64, every token a row sees, which is at most W, then -1."""
+    """Write lists without scores: [T, W] int64, every token a row sees, then -1. A row that sees more than W lists the first W."""
     tokens = torch.arange(lists.shape[1])
     lists.copy_(torch.where(tokens < batch.visible[:, None], tokens, -1))

@@ -199,7 +199,7 @@ def build_layer(
     index_component: str = INDEX_K,
 ) -> DecoderLayer:
     """One layer on its weights, whose keys lie in these components of the cache."""
-    indexer = Indexer(config=config, weights=weights.indexer, numerics=numerics) if weights.indexer is not None else None
+    indexer = Indexer(config=config, weights=weights.indexer, numerics=numerics, context=context) if weights.indexer is not None else None
     attention = Attention(
         config=config,
         layer=layer,
@@ -209,6 +209,7 @@ def build_layer(
         numerics=numerics,
         mla_component=mla_component,
         index_component=index_component,
+        context=context,
     )
     mlp: GatedMlp | MixtureOfExperts
     if isinstance(weights.mlp, MoeWeights):

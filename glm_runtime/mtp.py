@@ -3,11 +3,9 @@
 u = W_eh [RMS_e(emb(t_{P+1})) | RMS_h(h_P)]; u -> one full decoder layer at position P -> m = RMS(.); a draft is argmax(head(m)), or is
 drawn from its softmax. h_P is the target's hidden state *after* its final norm, and so is the m that the next draft step takes for it.
 Embedding, head and rotary table are the target's. Step 0 computes all rows of a target step and stores their keys; the steps after it
-compute one row a sequence, each one position further, and attend to the list that step 0 chose for its last row.
+(`draft_steps.py`) compute one row a sequence, each one position further, and attend to the list that step 0 chose for its last row.
 """
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +17,7 @@ from glm_runtime.model import DecoderLayer, ForcedChoices, GlmModel, build_layer
 from glm_runtime.ops.embed_eh_norm import EhNorms, embed_eh_norm
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.step_batch import StepBatch
-from glm_runtime.vocabulary import Scores
 from glm_runtime.weights import MtpWeights
-
-Guess = Callable[[Scores], Tensor | None]
-"""Drafts [R] int64 after R rows of logits, the same on all ranks; None when no further draft step is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,51 +66,9 @@ class MtpLayer:
         residual, owed, selection = self.layer.forward(x, (), rope, batch, cache, selection, ForcedChoices())
         return target.final_norm(residual, owed, self.weights.final_norm), selection
 
-    def draft(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess, cache: PagedCache) -> int:
-        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
-
-        recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
-        The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
-        step 0 overwrites it.
-        """
-        hidden = recycled.index_select(0, rows)
-        drafts = guess(self.target.scores(hidden))
-        if drafts is None:
-            return 1
-        region = cache.region(MTP_MLA_KV, self.layer.attention.layer)
-        step = _one_row_each(batch, rows)
-        chosen = self.layer.attention.group.compact(selection.lists, rows, step, region, self.target.numerics.impl)
-        first, last = step.positions, self.target.rope.cos.shape[0] - 1
-        num_steps = 1
-        while drafts is not None:
-            # A draft beyond the longest sequence is never verified; it only must have a position.
-            positions = (first + num_steps).clamp_max(last)
-            hidden, _ = self.forward(hidden, dataclasses.replace(step, tokens=drafts, positions=positions), cache, chosen)
-            drafts = guess(self.target.scores(hidden))
-            num_steps += 1
-        return num_steps
-
 
 def build_mtp(target: GlmModel, weights: MtpWeights, max_step_tokens: int | None = None) -> MtpLayer:
     """The MTP layer of a model: an index group of its own, with components of its own in the cache."""
     (group,) = build_mtp_groups(target.config, max_step_tokens)
     layer = build_layer(target.config, weights.layer, target.numerics, group.leader, group, target.context, MTP_MLA_KV, MTP_INDEX_K)
     return MtpLayer(target=target, weights=weights, layer=layer)
-
-
-def _one_row_each(batch: StepBatch, rows: Tensor) -> StepBatch:
-    """Draft steps after step 0, at the positions of `rows`: nothing is stored, and what is attended to has been chosen."""
-    count = rows.shape[0]
-    positions = batch.positions.index_select(0, rows)
-    return StepBatch(
-        tokens=torch.zeros_like(positions),
-        positions=positions,
-        slots=torch.full_like(positions, -1),
-        row_sequences=torch.arange(count),
-        visible=positions + 1,
-        block_tables=batch.block_tables.index_select(0, batch.row_sequences.index_select(0, rows)),
-        spans=(),
-        scored=(),
-        num_rows=count,
-        max_visible=batch.max_visible,
-    )

@@ -33,10 +33,14 @@ class RopeTable:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin rows of `positions` [T]: [T, R / 2] fp32 each, new. Raises IndexError for a position beyond the table."""
+        self.prepare(positions)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+    def prepare(self, positions: Tensor) -> None:
+        """Make the rows of `positions` [T] where they are missing, for who will read the tables without asking."""
         if self._missing:
             for stretch in self._missing.intersection([position // _STRETCH for position in positions.tolist()]):
                 self._fill(stretch)
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
     def _fill(self, stretch: int) -> None:
         assert self._frequencies is not None, "a table that was given is full"

@@ -110,8 +110,13 @@ class GlmRuntime:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool that the configuration asks for."""
+        """Blocks of the pool that the configuration asks for, on this rank."""
         return self.runtime_config.cache_bytes // self.layout.block_bytes
+
+    @property
+    def num_homes(self) -> int:
+        """Ranks that share a sequence's cache, each with a pool of its own: the worker has so many times `num_blocks`."""
+        return self.runtime_config.parallel.dcp_size
 
     @property
     def max_drafts(self) -> int:

@@ -39,13 +39,15 @@ class RowSpan(NamedTuple):
 class ScoredRows:
     """Rows that see more than index_topk tokens, in a rectangle: sequences of similar length, the same number of rows each.
 
-    members: those rows of each sequence. tables: [R, B], the step's. width_blocks: of the rectangle's own tables. Tensors are made when
-    they are asked for: compiled kernels only ask whether there are such rows.
+    members: those rows of each sequence. tables: [R, B], the step's. width_blocks: of the rectangle's own tables. visible: [T], where
+    it does not follow from the rows' positions: a rank that shares a cache sees a part of each context. Tensors are made when they are
+    asked for: compiled kernels only ask whether there are such rows.
     """
 
     members: tuple[RowSpan, ...]
     tables: NDArray[np.int64]
     width_blocks: int
+    visible: NDArray[np.int64] | None = None
 
     @cached_property
     def rows(self) -> Tensor:
@@ -54,7 +56,9 @@ class ScoredRows:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[R', t]."""
+        """[R', t]: of the last token that a row sees; -1 for none."""
+        if self.visible is not None:
+            return torch.from_numpy(self.visible[self.rows.numpy()] - 1)
         return self._counted([span.start for span in self.members])
 
     @cached_property
@@ -80,6 +84,8 @@ class StepBatch:
 
     tokens, positions, slots, row_sequences: [T] int64; slots are -1 on padding. block_tables: [R, B] int64, filled with 0.
     visible: [T] int64, tokens a row may attend to, itself included; 0 on padding. key_exchange: where ranks share the step's rows.
+    Where ranks share a cache, tokens of other ranks have slot -1 and their blocks are -1 in the tables, which is all that stores and
+    conversions of lists need to know; share: the rows that are scored, as this rank sees them.
     """
 
     tokens: Tensor
@@ -93,6 +99,19 @@ class StepBatch:
     num_rows: int
     max_visible: int
     key_exchange: KeyExchange | None = None
+    share: "ScoredShare | None" = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredShare:
+    """The rows of a step that are scored, over the blocks that one of several ranks keeps.
+
+    rows: [T'] int64, rows of the step. batch: those rows, tables of own blocks only, and `visible`: own tokens that a row sees, possibly
+    none; one row may see as many as the one before. For `index_select` with scores, and nothing else.
+    """
+
+    rows: Tensor
+    batch: StepBatch
 
 
 def exchange_keys(batch: StepBatch, regions: Sequence[CacheRegion]) -> None:

@@ -66,6 +66,27 @@ class Scores:
         return shards, gathered[:, 3].contiguous().view(torch.float32)
 
 
+@dataclass(frozen=True, slots=True)
+class KnownScores:
+    """As `Scores` of a rank that has all tokens, with what is asked of them: logits [M, V] fp32."""
+
+    logits: Tensor
+    known_best: Best
+    chances: Tensor
+
+    def whole(self) -> Tensor:
+        """[M, V] fp32."""
+        return self.logits
+
+    def best(self) -> Best:
+        """Of each row."""
+        return self.known_best
+
+    def best_with_chances(self) -> tuple[Best, Tensor]:
+        """`best`, and how probable each is, [M] fp32."""
+        return self.known_best, self.chances
+
+
 def embed(tokens: Tensor, embedding: Tensor, dtype: torch.dtype, tensor: Collectives, *, is_cut: bool) -> Tensor:
     """Rows [T, hidden] of the embedding, of `dtype`, new. embedding: [V, hidden], or this rank's rows of it where it is cut."""
     if not is_cut:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -22,6 +23,11 @@ max_step_tokens = 512
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where `make test-layouts` keeps its result."""
+    parser.addoption("--layouts-report", type=Path, metavar="FILE", help="write what tests/conformance/test_all_layouts.py compared")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.engine.cases import CHECK_TOLERANCE, Case
+from benchmarks.engine.cases import CHECK_TOLERANCE, Case, Kind
 from benchmarks.engine.engine_process import EngineFailed, EngineProcess
 
 WARM_UP_STEPS = 3
@@ -18,22 +18,31 @@ WARM_UP_STEPS = 3
 
 @dataclass(kw_only=True, slots=True)
 class CaseResult:
-    """seconds: by engine's name, one median step (or one prefill) per repeat. failures: by engine's name. experts: see `our_engine.py`."""
+    """seconds: by engine's name, one median step (or one prefill) per repeat. failures: by engine's name. experts: see `our_engine.py`.
+
+    bandwidths: bytes a second read by the same threads, one just before each repeat, where the case has a share of it as its goal.
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     experts: float | None = None
+    bandwidths: list[float] = field(default_factory=list)
 
 
-def measure_case(case: Case, engines: Sequence[EngineProcess], vocab_size: int, seed: int) -> CaseResult:
-    """Every engine in turn, `case.repeats` times. An engine that fails is left out from then on, and its failure noted."""
+def measure_case(
+    case: Case, engines: Sequence[EngineProcess], vocab_size: int, seed: int, gauge: EngineProcess | None = None
+) -> CaseResult:
+    """Every engine in turn, `case.repeats` times. An engine that fails is left out from then on, and its failure noted.
+
+    gauge: one of the engines, which measures the read bandwidth at the start of every repeat: it moves within minutes.
+    """
     draw = _token_source(vocab_size, seed)
     result = CaseResult()
     active = list(engines)
     context = draw(case.context)
 
-    def in_turn(act: Callable[[EngineProcess], object]) -> None:
-        for engine in list(active):
+    def in_turn(act: Callable[[EngineProcess], object], among: Sequence[EngineProcess] = engines) -> None:
+        for engine in [each for each in active if each in among]:
             try:
                 act(engine)
             except EngineFailed as error:
@@ -46,6 +55,7 @@ def measure_case(case: Case, engines: Sequence[EngineProcess], vocab_size: int, 
     warm_up = draw(case.batch * WARM_UP_STEPS) if case.batch else context
     in_turn(lambda engine: _time(case, engine, warm_up))
     for _ in range(case.repeats):
+        in_turn(lambda engine: result.bandwidths.extend(engine.ask("bandwidth")), [gauge] if gauge is not None else [])
         fresh = draw(case.batch * (max(case.steps_of(engine.spec.system) for engine in engines) + 1) if case.batch else case.context)
         in_turn(lambda engine, fresh=fresh: result.seconds.setdefault(engine.spec.name, []).append(_time(case, engine, fresh)))  # type: ignore[misc]
     return result
@@ -80,6 +90,22 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[l
 def quickest(seconds: Mapping[str, Sequence[float]]) -> str:
     """The name with the smallest median."""
     return min(seconds, key=lambda name: statistics.median(seconds[name]))
+
+
+def choose_variants(
+    variants: Mapping[str, Sequence[str]], pilots: Mapping[Kind, CaseResult], finished: Sequence[tuple[Kind, CaseResult]]
+) -> dict[tuple[str, Kind], str]:
+    """By peer and kind of case, the engine's name. variants: names by peer. finished: cases that an earlier run has measured.
+
+    What a finished case was measured with stays chosen for its kind, even where a pilot that was measured again would choose another:
+    else its row would ask for an engine that the case never saw.
+    """
+    chosen: dict[tuple[str, Kind], str] = {}
+    for kind, result in [*pilots.items(), *finished]:
+        for peer, names in variants.items():
+            if seconds := {name: result.seconds[name] for name in names if name in result.seconds}:
+                chosen[peer, kind] = quickest(seconds)
+    return chosen
 
 
 class Progress:

@@ -16,14 +16,13 @@ REASON_CHARACTERS = 100
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
     """What holds for all cases. modes: our engines' names, by mode; goals count for `goal_mode`. differences: of log-probabilities,
-    by peer. missing: why a peer is not there. bandwidth: bytes read a second. has_goals: not when the run is only to see that it works."""
+    by peer. missing: why a peer is not there. has_goals: not when the run is only to see that it works."""
 
     modes: Mapping[str, str]
     goal_mode: str
     chosen: Mapping[tuple[str, Kind], str]
     differences: Mapping[str, float] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
-    bandwidth: float = 0.0
     has_goals: bool = True
 
     def is_checked(self, peer: str) -> bool:
@@ -65,23 +64,24 @@ def case_rows(case: Case, result: CaseResult, facts: RunFacts) -> list[Row]:
 
 
 def roofline_rows(case: Case, result: CaseResult, facts: RunFacts, read: StepBytes) -> list[Row]:
-    """The share of the memory's bandwidth that each mode's steps make of what they must read."""
+    """The share of the memory's bandwidth that each mode's steps make of what they must read: median step, median bandwidth beside it."""
     rows = []
     for mode, engine in facts.modes.items():
-        if engine not in result.seconds or result.experts is None:
+        if engine not in result.seconds or result.experts is None or not result.bandwidths:
             reason = result.failures.get(engine, "not measured")
             rows.append(Row(target="3", what=f"{case.name}, {mode}", value=_brief(reason), unit="-", goal="measured", met=False))
             continue
-        share = bandwidth_share_percent(read, statistics.median(result.seconds[engine]), facts.bandwidth)
+        step_s, bandwidth = statistics.median(result.seconds[engine]), statistics.median(result.bandwidths)
+        share = bandwidth_share_percent(read, step_s, bandwidth)
         is_goal = facts.has_goals and mode == facts.goal_mode
         rows.append(
             Row(
                 target="3",
                 what=f"{case.name}, {mode}: {read.weights / 1e6:.0f} MB of weights ({result.experts:.1f} experts a layer) and "
-                f"{read.cache / 1e6:.1f} MB of cache a step",
+                f"{read.cache / 1e6:.1f} MB of cache in {step_s * 1e3:.1f} ms, beside {_range(result.bandwidths)} GB/s",
                 value=share, unit="% of read bandwidth", goal=f">= {ROOFLINE_GOAL_PERCENT:g}" if is_goal else "-",
-                met=share >= ROOFLINE_GOAL_PERCENT or not is_goal, peer="GB/s read by the same threads",
-                peer_value=facts.bandwidth / 1e9, repeats=len(result.seconds[engine]),
+                met=share >= ROOFLINE_GOAL_PERCENT or not is_goal, peer="GB/s read by the same threads, median",
+                peer_value=bandwidth / 1e9, repeats=len(result.seconds[engine]),
             )
         )  # fmt: skip
     return rows
@@ -102,6 +102,10 @@ def _ratio_row(case: Case, result: CaseResult, facts: RunFacts, mode: str, speed
         target=_target(case), what=what, value=ratio, unit="x", goal=goal, met=is_met, peer=engine, peer_value=peer_speed,
         repeats=len(result.seconds[engine]),
     )  # fmt: skip
+
+
+def _range(bandwidths: Sequence[float]) -> str:
+    return f"{min(bandwidths) / 1e9:.0f} to {max(bandwidths) / 1e9:.0f}"
 
 
 def _brief(reason: str) -> str:

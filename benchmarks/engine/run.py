@@ -14,11 +14,11 @@ from benchmarks.engine.engine_process import EngineFailed, EngineProcess, Engine
 from benchmarks.engine.measurement import (
     CaseResult,
     Progress,
+    choose_variants,
     compare_log_probs,
     count_experts,
     is_equal_enough,
     measure_case,
-    quickest,
     random_prompts,
 )
 from benchmarks.engine.report_rows import RunFacts, case_rows, check_rows, roofline_rows
@@ -71,11 +71,9 @@ def measure(quick: bool, *, is_resumed: bool = False) -> list[Row]:
     }
     with _running(chosen_specs, missing) as engines:
         results = _measure_cases(plan, saved, engines, chosen, progress)
-        bandwidth = saved.fact("bandwidth")
     facts = RunFacts(
         modes={spec.variant.split(",")[0]: spec.name for spec in plan.variants[OURS]},
-        goal_mode=GOAL_MODE, chosen=chosen, differences=differences, missing=missing, bandwidth=bandwidth,
-        has_goals=not quick,
+        goal_mode=GOAL_MODE, chosen=chosen, differences=differences, missing=missing, has_goals=not quick,
     )  # fmt: skip
     rows = check_rows(PEERS, facts)
     for case in plan.cases:
@@ -180,22 +178,19 @@ def _only_variants(plan: Plan) -> dict[tuple[str, Kind], str]:
 
 
 def _choose(plan: Plan, saved: SavedResults, missing: dict[str, str], progress: Progress) -> dict[tuple[str, Kind], str]:
-    """The quickest variant of each peer for each kind of case, by a short measurement."""
-    if all(saved.case(_pilot_name(kind)) for kind in PILOT_CASES):
-        progress.skip("choice of variants", PILOT_S)
-    else:
+    """The quickest variant of each peer for each kind of case, by a short measurement; for a kind with finished cases what they have."""
+    if wanted := [kind for kind in PILOT_CASES if saved.case(_pilot_name(kind)) is None]:
         with _running({peer: specs for peer, specs in plan.variants.items() if peer != OURS}, missing) as engines:
-            for kind, case in PILOT_CASES.items():
-                result = measure_case(case, engines, plan.config.vocab_size, seed=2)
+            for kind in wanted:
+                result = measure_case(PILOT_CASES[kind], engines, plan.config.vocab_size, seed=2)
                 saved.add_case(_pilot_name(kind), result)
-                progress.done(f"{_pilot_name(kind)} (tokens/s): {_speeds(case, result)}")
-    chosen: dict[tuple[str, Kind], str] = {}
-    for kind in PILOT_CASES:
-        result = saved.case(_pilot_name(kind)) or CaseResult()
-        for peer, specs in plan.variants.items():
-            if peer != OURS and (seconds := {spec.name: result.seconds[spec.name] for spec in specs if spec.name in result.seconds}):
-                chosen[peer, kind] = quickest(seconds)
-    return chosen
+                progress.done(f"{_pilot_name(kind)} (tokens/s): {_speeds(PILOT_CASES[kind], result)}")
+    else:
+        progress.skip("choice of variants", PILOT_S)
+    variants = {peer: [spec.name for spec in specs] for peer, specs in plan.variants.items() if peer != OURS}
+    pilots = {kind: saved.case(_pilot_name(kind)) or CaseResult() for kind in PILOT_CASES}
+    finished = [(case.kind, measured) for case in plan.cases if (measured := saved.case(case.name)) is not None]
+    return choose_variants(variants, pilots, finished)
 
 
 def _pilot_name(kind: Kind) -> str:
@@ -209,12 +204,10 @@ def _measure_cases(
     goal_engine = next(engine for engine in engines if engine.spec.system == OURS and engine.spec.variant.startswith(GOAL_MODE))
     for number, case in enumerate(plan.cases):
         if (result := saved.case(case.name)) is None:
-            # Measured with every case and the best kept: no case should look better for a moment in which the machine was slow.
-            (bandwidth,) = goal_engine.ask("bandwidth")
-            saved.add_fact("bandwidth", max(bandwidth, saved.fact("bandwidth") or 0.0))
             wanted = {chosen.get((peer, case.kind)) for peer in case.peers}
             taking_part = [engine for engine in engines if engine.spec.system == OURS or engine.spec.name in wanted]
-            result = measure_case(case, taking_part, plan.config.vocab_size, seed=10 + number)
+            gauge = goal_engine if case.has_roofline_goal else None
+            result = measure_case(case, taking_part, plan.config.vocab_size, seed=10 + number, gauge=gauge)
             if case.has_roofline_goal and goal_engine.spec.name in result.seconds:
                 result.experts = count_experts(case, goal_engine, plan.config.vocab_size, seed=10 + number)
             saved.add_case(case.name, result)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
-from kv_transfer.identity import BlockId, SequenceId
+from glm_runtime.parallel.decode_context import group_block
+from kv_transfer.identity import SequenceId
 from kv_transfer.messages import SamplingParameters
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -33,32 +34,35 @@ class MeasuredCosts:
     further: Mapping[int, float] = field(default_factory=dict)
 
 
-def measure_costs(runner: _Runner, *, num_blocks: int, max_step_tokens: int) -> MeasuredCosts:
-    """Decode steps of one row a sequence, each sequence in a block of its own; nobody may own a block yet. Bounded in time."""
+def measure_costs(runner: _Runner, *, num_blocks: int, max_step_tokens: int, num_homes: int = 1) -> MeasuredCosts:
+    """Decode steps of one row a sequence, each sequence in a block of its own; nobody may own a block yet. Bounded in time.
+
+    num_homes: ranks that share a cache and the blocks; each sequence's only block is the first's.
+    """
     target: dict[int, float] = {}
     first: dict[int, float] = {}
     further: dict[int, float] = {}
     for size in SIZES:
-        if size > min(num_blocks, max_step_tokens) or max(target.values(), default=0.0) > LONGEST_STEP_S:
+        if size > min(num_blocks // num_homes, max_step_tokens) or max(target.values(), default=0.0) > LONGEST_STEP_S:
             break
         for num_drafts in (1, 1 + FURTHER_DRAFTS):
-            runner.run(_plan(size, num_drafts))  # the first of a size makes its buffers
-        short = [runner.run(_plan(size, 1)) for _ in range(REPEATS)]
-        long = [runner.run(_plan(size, 1 + FURTHER_DRAFTS)) for _ in range(REPEATS)]
+            runner.run(_plan(size, num_drafts, num_homes))  # the first of a size makes its buffers
+        short = [runner.run(_plan(size, 1, num_homes)) for _ in range(REPEATS)]
+        long = [runner.run(_plan(size, 1 + FURTHER_DRAFTS, num_homes)) for _ in range(REPEATS)]
         target[size] = max(min(result.target_s for result in (*short, *long)), LEAST_COST_S)
         first[size] = max(min(result.draft_s for result in short), LEAST_COST_S)
         further[size] = max((min(result.draft_s for result in long) - first[size]) / FURTHER_DRAFTS, LEAST_COST_S)
     return MeasuredCosts(target=target, first=first, further=further)
 
 
-def _plan(num_sequences: int, num_drafts: int) -> StepPlan:
+def _plan(num_sequences: int, num_drafts: int, num_homes: int) -> StepPlan:
     sampling = SamplingParameters(max_tokens=2, seed=0, temperature=0.0)
     slices = tuple(
         SequenceSlice(
             sequence_id=SequenceId(f"calibration-{number}"),
             tokens=(0,),
             start=0,
-            block_table=(BlockId(number),),
+            block_table=(group_block(number, 0, num_homes),),
             sampling=sampling,
             num_next_drafts=num_drafts,
         )

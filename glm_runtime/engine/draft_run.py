@@ -11,7 +11,7 @@ from torch import Tensor
 from glm_runtime.engine.draft_stop import StopRule, is_kept, pays_another_step
 from glm_runtime.ops.impl import Impl
 from glm_runtime.sampling.ratio_test import DraftSource, Probabilities, propose
-from glm_runtime.vocabulary import Scores
+from glm_runtime.vocabulary import KnownScores, Scores
 
 
 class DraftRun:
@@ -36,7 +36,7 @@ class DraftRun:
         """`take_scores` of whole logits, [R, V] fp32."""
         return self.take_scores(Scores(logits, self._impl))
 
-    def take_scores(self, scores: Scores) -> Tensor | None:
+    def take_scores(self, scores: Scores | KnownScores) -> Tensor | None:
         """Guess after every row: [R] int64, or None when nobody goes on. On all ranks the same.
 
         Rows of sequences that have stopped are computed with the others: a draft step costs about the same with them.

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from glm_runtime.draft_steps import DraftSteps
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
 from glm_runtime.engine.draft_run import DraftRun
@@ -18,6 +19,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.recorded_forward import Computed, RecordedForward
 from glm_runtime.sampling.parameters import is_greedy
 from glm_runtime.sampling.ratio_test import DraftSource, Probabilities
 from glm_runtime.step_batch import StepBatch
@@ -41,6 +43,8 @@ class Drafter:
         self._cache = cache
         self._tables = tables
         self._draws = draws
+        self._first = RecordedForward(self._compute_first, mtp.target, cache)
+        self._steps = DraftSteps(mtp, cache)
 
     def seed(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
@@ -97,10 +101,10 @@ class Drafter:
         rule: StopRule | None,
     ) -> Runs:
         batch = self._batch(slices)
-        padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
-        recycled, selection = self._mtp.forward(padded, batch, self._cache)
+        recycled, selection = self._first.run(batch, hidden)
         if not wanted:
             return {}
+        assert selection is not None, "step 0 chooses what the further steps attend to"
         selection = self._mtp.whole_selection(selection, batch, self._cache)
         drafting = [
             (piece.sequence_id, span.row_end - 1) for span, piece in zip(batch.spans, slices, strict=True) if piece.sequence_id in wanted
@@ -108,11 +112,16 @@ class Drafter:
         rows = torch.tensor([row for _, row in drafting], dtype=torch.int64)
         names = [name for name, _ in drafting]
         run = DraftRun([wanted[name] for name in names], rule, [sources.get(name) for name in names], self._mtp.target.numerics.impl)
-        self.num_steps = self._mtp.draft(recycled, batch, selection, rows, run.take_scores, self._cache)
+        self.num_steps = self._steps.run(recycled, batch, selection, rows, run.take_scores)
         for name, proposed, num_kept in zip(names, run.proposals, run.num_kept, strict=True):
             if proposed:
                 self.proposals[name] = proposed[:num_kept]
         return dict(zip(names, run.drafts(), strict=True))
+
+    def _compute_first(self, batch: StepBatch, hidden: Tensor | None) -> Computed:
+        assert hidden is not None, "step 0 reads the rows' hidden states"
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, batch.tokens.shape[0] - hidden.shape[0]))
+        return Computed(*self._mtp.forward(padded, batch, self._cache))
 
     def _batch(self, slices: Sequence[SequenceSlice]) -> StepBatch:
         return build_batch(

@@ -166,6 +166,7 @@ def _measure(runner: StepRunner, runtime: GlmRuntime, num_blocks: int) -> Measur
         runner,
         num_blocks=num_blocks,
         max_step_tokens=runtime.runtime_config.max_step_tokens,
+        num_homes=runtime.num_homes,
     )
     in_ms = [
         f"{size}:{1e3 * costs.target[size]:.2f}+{1e3 * costs.first[size]:.2f}+{1e3 * costs.further[size]:.2f}" for size in costs.target

@@ -9,6 +9,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.parallel.decode_context import group_block, home_of
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
@@ -119,21 +120,21 @@ def generate(
     for sequence in sequences:
         _check_fits(runtime, sequence)
     _start_grammars(runtime, sequences)
-    needs = sorted((sequence.num_blocks(block_size_tokens) for sequence in sequences), reverse=True)
+    needs = sorted((-(-sequence.num_blocks(block_size_tokens) // runtime.num_homes) for sequence in sequences), reverse=True)
     if not needs:
         return []
     num_blocks = min(runtime.num_blocks, sum(needs[:max_batch_sequences]))
     runner = runtime.attach(PoolMemory(num_blocks, runtime.layout.block_bytes))
-    free = [BlockId(block) for block in reversed(range(num_blocks))]
+    free = _FreeBlocks(num_blocks, runtime.num_homes)
     num_drafts = runtime.max_drafts if max_drafts is None else min(max_drafts, runtime.max_drafts)
     least = runtime.runtime_config.min_draft_probability
     rule = StopRule(row=least) if least else None
     waiting, running = deque(sequences), list[_Sequence]()
     step_number = 0
     while waiting or running:
-        while waiting and len(running) < max_batch_sequences and waiting[0].num_blocks(block_size_tokens) <= len(free):
+        while waiting and len(running) < max_batch_sequences and free.has(waiting[0].num_blocks(block_size_tokens)):
             sequence = waiting.popleft()
-            sequence.block_table = [free.pop() for _ in range(sequence.num_blocks(block_size_tokens))]
+            sequence.block_table = free.take(sequence.num_blocks(block_size_tokens))
             running.append(sequence)
         planned, result = _step(runner, running, step_number, runtime.runtime_config.max_step_tokens, chunk_tokens, num_drafts, rule)
         for sequence, piece in planned:
@@ -142,10 +143,31 @@ def generate(
             sequence.take(piece, result, on_token)
         for sequence in running:
             if sequence.is_finished:
-                free += sequence.block_table
+                free.give(sequence.block_table)
         running = [sequence for sequence in running if not sequence.is_finished]
         step_number += 1
     return [sequence.output for sequence in sequences]
+
+
+class _FreeBlocks:
+    """Free blocks by home: where ranks share a cache, block i of a sequence is one of rank i mod num_homes."""
+
+    def __init__(self, num_blocks: int, num_homes: int) -> None:
+        self._free = [[group_block(block, home, num_homes) for block in reversed(range(num_blocks))] for home in range(num_homes)]
+
+    def has(self, count: int) -> bool:
+        """Whether a sequence of so many blocks fits."""
+        num_homes = len(self._free)
+        return all(len(free) >= -(-(count - home) // num_homes) for home, free in enumerate(self._free))
+
+    def take(self, count: int) -> list[BlockId]:
+        """The block table of a sequence."""
+        return [self._free[place % len(self._free)].pop() for place in range(count)]
+
+    def give(self, blocks: Sequence[BlockId]) -> None:
+        """Blocks of a sequence that has ended."""
+        for block in blocks:
+            self._free[home_of(block, len(self._free))].append(block)
 
 
 def _start_grammars(runtime: GlmRuntime, sequences: Sequence[_Sequence]) -> None:
@@ -165,8 +187,9 @@ def _check_fits(runtime: GlmRuntime, sequence: _Sequence) -> None:
     asked = f"prompt {sequence.number} has {sequence.num_prompt_tokens} tokens and asks for {sequence.sampling.max_tokens} more"
     if sequence.num_prompt_tokens + sequence.sampling.max_tokens > runtime.max_model_len_tokens:
         raise PromptTooLong(f"{asked}; the limit is {runtime.max_model_len_tokens}")
-    if sequence.num_blocks(runtime.layout.block_size_tokens) > runtime.num_blocks:
-        raise PromptTooLong(f"{asked}; the cache holds {runtime.num_blocks * runtime.layout.block_size_tokens}")
+    num_blocks = runtime.num_homes * runtime.num_blocks
+    if sequence.num_blocks(runtime.layout.block_size_tokens) > num_blocks:
+        raise PromptTooLong(f"{asked}; the cache holds {num_blocks * runtime.layout.block_size_tokens}")
 
 
 def _step(

@@ -21,6 +21,7 @@ from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.decode_context import BlockShare
 from glm_runtime.parallel.expert_balance import ExpertBalancer
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
@@ -47,7 +48,8 @@ class ModelRunner:
             group.check_regions([cache.region(MLA_KV, layer) for layer in group.layers])
         self.model = model
         self.cache = cache
-        self._tables = BlockTables(cache.num_blocks)
+        ranks = model.context.decode_context
+        self._tables = BlockTables(ranks.size * cache.num_blocks, BlockShare(ranks.rank, ranks.size, cache.block_size_tokens))
         self._verification = verification
         self._balancer = balancer
         self._drafter = Drafter(mtp, cache, self._tables, draws=verification == "ratio") if mtp is not None else None

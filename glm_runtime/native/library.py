@@ -8,9 +8,12 @@ Nothing is checked here: shapes, dtypes and contiguity are the ops' business.
 
 import ctypes
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  its libgomp must be in the process before ours is looked up
 
@@ -34,7 +37,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
     "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
-    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P),
+    "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P, _P),
     "glm_fused_q": (_P, _I, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P),
     "glm_index_queries": (_P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _I, _P, _P),
     "glm_topk_to_slots": (_P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P, _P),
@@ -45,10 +48,15 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
 """Name of each exported function -> its arguments. All return nothing."""
 
 
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+"""A function and its arguments."""
+
+
 class NativeLibrary:
     """The loaded kernels: one attribute per entry of `SIGNATURES`. Raises BuildFailed for a file that cannot be loaded."""
 
     def __init__(self, path: Path) -> None:
+        self._noting = threading.Lock()
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
@@ -61,9 +69,32 @@ class NativeLibrary:
             function.argtypes, function.restype = arguments, None
             setattr(self, name, function)
 
+    @contextmanager
+    def noted_calls(self) -> Iterator[list[Call]]:
+        """Note the calls that this thread makes meanwhile. One thread at a time notes; the others call as ever."""
+        calls: list[Call] = []
+        with self._noting:
+            plain = {name: getattr(self, name) for name in SIGNATURES}
+            for name, kernel in plain.items():
+                setattr(self, name, _noted(kernel, calls, threading.get_ident()))
+            try:
+                yield calls
+            finally:
+                for name, kernel in plain.items():
+                    setattr(self, name, kernel)
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         """Reached for names that are no entry of the table; also says what the entries are."""
         raise AttributeError(f"no kernel is called {name}")
+
+
+def _noted(kernel: Callable[..., None], calls: list[Call], thread: int) -> Callable[..., None]:
+    def call(*arguments: Any) -> None:
+        if threading.get_ident() == thread:
+            calls.append((kernel, arguments))
+        kernel(*arguments)
+
+    return call
 
 
 @cache

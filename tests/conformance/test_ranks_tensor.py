@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
+from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.offline import generate
+from glm_runtime.engine.plan_codec import PlanDecoder, PlanEncoder
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.parallel.collectives import Operation
@@ -18,7 +20,10 @@ from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.parallel.layout import GroupKind, ParallelLayout
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
+from glm_runtime.sampling.history import TokenHistory
+from glm_runtime.sampling.parameters import reads_history
 from kv_transfer.errors import ConfigError
+from kv_transfer.grammar import GrammarKind, GrammarSpec
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
@@ -245,3 +250,73 @@ def run_seeded(context: ParallelContext, config: RuntimeConfig) -> tuple[tuple[i
     follow = runner.run(StepPlan(step_number=2, slices=(piece([token], len(prompt), sampling=GREEDY, token_index=1),)))
     assert second.samples[name][0] == follow.samples[name][0], "what is drawn does not depend on drafts"
     return second.samples[name], 3
+
+
+def decode_alone(context: ParallelContext, config: RuntimeConfig, prompt: list[int], sampling: SamplingParameters) -> list[int]:
+    """As served: history and grammar are the leading rank's alone; the others get the plan as it is sent to them."""
+    runner, grammars = runner_on(context, config), None
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    history = TokenHistory(prompt) if context.leads and reads_history(sampling) else None
+    if context.leads and sampling.grammar is not None:
+        grammars = load_grammars(config.checkpoint, GlmConfig.from_checkpoint(config.checkpoint))
+        assert grammars is not None
+    grammar = grammars.start(sampling.grammar) if grammars is not None and sampling.grammar is not None else None
+    tokens, output, drafts = list(prompt), list[int](), ()
+    for step in range(sampling.max_tokens):
+        given = tokens[0 if step == 0 else -1 :]
+        fields = {"history": history, "grammar": grammar, "token_index": len(output), "num_drafts": len(drafts), "num_next_drafts": 3}
+        plan = StepPlan(step_number=step, slices=(piece([*given, *drafts], len(tokens) - len(given), sampling=sampling, **fields),))
+        frame = context.worker.broadcast_bytes(encoder.encode(plan) if context.leads else b"")
+        result = runner.run(plan if context.leads else decoder.decode(frame))
+        run, drafts = result.samples[SequenceId("a")], result.drafts.get(SequenceId("a"), ())
+        tokens += run
+        output += run
+        if history is not None:
+            history.extend(run)
+        if grammar is not None:
+            assert grammar.accept(run)
+        if len(output) >= sampling.max_tokens or set(run) & set(sampling.stop_token_ids):
+            break
+    return output
+
+
+ENDS = (2524, 2531, 2533)
+SCHEMA = GrammarSpec(kind=GrammarKind.JSON_SCHEMA, text='{"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 4}')
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParameters(max_tokens=24, seed=1, temperature=0.0, frequency_penalty=0.7, bad_words=((5,), (17, 3))),
+        SamplingParameters(max_tokens=24, seed=1, temperature=0.0, grammar=SCHEMA, stop_token_ids=ENDS),
+        SamplingParameters(max_tokens=24, seed=1, temperature=0.9, grammar=SCHEMA, stop_token_ids=ENDS),
+    ],
+    ids=["penalties", "grammar", "drawn in a grammar"],
+)
+def test_followers_need_neither_histories_nor_grammars(rank_pool: RankPool, sampling: SamplingParameters) -> None:
+    prompt = PROMPTS[2]
+    first, second = rank_pool.run(TWO, decode_alone, CONFIG, prompt, sampling)
+    assert first == second
+    expected = generate(GlmRuntime.load(CONFIG), [prompt], sampling)[0]
+    assert first[: len(expected)] == expected, "a run may go beyond max_tokens"
+
+
+def last_hidden(context: ParallelContext, config: RuntimeConfig) -> list[bytes]:
+    """Of one prompt, alone and whole, in chunks, and beside another sequence."""
+    prompt, found = PROMPTS[3], []
+    for ends, has_company in (((130,), False), ((64, 128, 130), False), ((37, 130), True)):
+        runner, start = runner_on(context, config), 0
+        for end in ends:
+            own = piece(prompt[start:end], start, keeps_hidden=True, next_token=7)
+            blocks = [BlockId(block) for block in (4, 5, 6)]
+            other = SequenceSlice(sequence_id=SequenceId("b"), tokens=PROMPTS[1], start=0, block_table=blocks, next_token=7)
+            result = runner.run(StepPlan(step_number=0, slices=(other, own) if has_company else (own,)))
+            start = end
+        found.append(result.hidden_states[SequenceId("a")])
+    return found
+
+
+@on_each
+def test_a_rows_bits_depend_on_its_sequence_and_the_layout_alone(rank_pool: RankPool, layout: ParallelLayout) -> None:
+    for found in rank_pool.run(layout, last_hidden, CONFIG):
+        assert len(set(found)) == 1

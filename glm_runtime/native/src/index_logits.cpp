@@ -100,11 +100,12 @@ extern "C" void glm_index_logits(const void* queries, int64_t are_queries_bf16, 
 // Rows as a step has them: queries [rows, heads, width], weights [rows, heads], row_sequences and visible [rows], block_tables
 // [sequences, table_width]; lists [rows, list_width]. A row that sees more than topk tokens (then list_width = topk) is scored; the
 // others list all they see. scratch_bytes bounds the scores of the rows that are computed together; one row is computed at least.
+// best [rows, list_width] or null: what the listed tokens scored. With it every row that sees a token is scored.
 extern "C" void glm_index_select(const void* queries, int64_t are_queries_bf16, const float* weights, int64_t num_rows, int64_t heads,
                              int64_t width, const void* numbers, int64_t block_bytes, int64_t token_bytes, const void* scales,
                              int64_t scale_block_bytes, int64_t scale_token_bytes, int64_t kind, int64_t block_size,
                              const int64_t* block_tables, int64_t table_width, const int64_t* row_sequences, const int64_t* visible,
-                             int64_t topk, int64_t list_width, int64_t scratch_bytes, int64_t* lists) {
+                             int64_t topk, int64_t list_width, int64_t scratch_bytes, int64_t* lists, float* best) {
     const IndexKeys keys{static_cast<const uint8_t*>(numbers), static_cast<const uint8_t*>(scales), block_bytes, token_bytes,
                          scale_block_bytes, scale_token_bytes, block_size, width, RowKind(kind)};
     const IndexQueries all{queries, weights, are_queries_bf16 != 0, heads, width};
@@ -117,7 +118,11 @@ extern "C" void glm_index_select(const void* queries, int64_t are_queries_bf16, 
         for (; next < num_rows; ++next) {
             if (visible[next] <= topk) {
                 list_all(visible[next], list_width, lists + next * list_width);
-                continue;
+                if (best == nullptr) continue;
+                if (visible[next] == 0) {
+                    score_list(nullptr, lists + next * list_width, list_width, best + next * list_width);
+                    continue;
+                }
             }
             const int64_t room = round_up(visible[next], kTileKeys);
             if (!rows.empty() && (floats + room) * 4 > scratch_bytes) break;
@@ -135,7 +140,9 @@ extern "C" void glm_index_select(const void* queries, int64_t are_queries_bf16, 
         for (size_t row = 0; row < rows.size(); ++row) {
             uint32_t* ranks = reinterpret_cast<uint32_t*>(rows[row].scores);
             rank_scores(rows[row].scores, rows[row].visible, ranks);
-            list_best(ranks, rows[row].visible, topk, lists + rows[row].number * list_width);
+            int64_t* list = lists + rows[row].number * list_width;
+            if (rows[row].visible > topk) list_best(ranks, rows[row].visible, topk, list);
+            if (best != nullptr) score_list(ranks, list, list_width, best + rows[row].number * list_width);
         }
     }
 }

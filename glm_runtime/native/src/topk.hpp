@@ -60,6 +60,19 @@ inline void list_best(const uint32_t* ranks, int64_t count, int64_t k, int64_t* 
     }
 }
 
+// The score of a rank, 0 for -0; NaN for 0.
+inline float score_of(uint32_t rank) {
+    const uint32_t bits = rank & 0x80000000u ? rank ^ 0x80000000u : rank ? ~rank : 0x7fc00000u;
+    float score;
+    std::memcpy(&score, &bits, 4);
+    return score;
+}
+
+// best[width] = the scores of list[width], -inf where it is -1.
+inline void score_list(const uint32_t* ranks, const int64_t* list, int64_t width, float* best) {
+    for (int64_t i = 0; i < width; ++i) best[i] = list[i] < 0 ? -INFINITY : score_of(ranks[list[i]]);
+}
+
 inline void list_all(int64_t visible, int64_t width, int64_t* list) {
     for (int64_t i = 0; i < width; ++i) list[i] = i < visible ? i : -1;
 }

@@ -20,14 +20,15 @@ def index_select(
     topk: int,
     *,
     lists: Tensor,
+    scores: Tensor | None = None,
     gemm: Products,
     scratch_bytes: int,
     impl: Impl | None = None,
 ) -> None:
-    """Write the best `topk` visible tokens of every row to `lists`. See `reference.py`.
+    """Write the best `topk` visible tokens of every row to `lists`, what they scored to `scores`. See `reference.py`.
 
     gemm: not used by the compiled form. Raises ValueError for shapes that do not fit together, for lists that are not contiguous int64,
-    and for lists narrower than `topk` when a row needs scores.
+    for scores that are not contiguous fp32, and for lists narrower than `topk` when a row needs scores.
     """
     num_rows, num_heads, width = queries.shape
     check_shape("index_select", "weights", weights, (num_rows, num_heads))
@@ -36,12 +37,16 @@ def index_select(
     check_width("index_select", "keys", keys, width)
     if lists.dtype != torch.int64 or not lists.is_contiguous():
         raise ValueError(f"index_select: lists is {lists.dtype} with strides {lists.stride()}; expected contiguous int64")
+    if scores is not None:
+        check_shape("index_select", "scores", scores, tuple(lists.shape))
+        if scores.dtype != torch.float32 or not scores.is_contiguous():
+            raise ValueError(f"index_select: scores is {scores.dtype} with strides {scores.stride()}; expected contiguous fp32")
     if lists.shape[1] < min(topk, batch.max_visible) or (batch.scored and lists.shape[1] != topk):
         raise ValueError(f"index_select: lists are {lists.shape[1]} wide; topk is {topk}, the longest context {batch.max_visible}")
     match choose_impl(impl, queries):
         case "native":
-            native.index_select(queries, weights, keys, batch, topk, lists, scratch_bytes)
+            native.index_select(queries, weights, keys, batch, topk, lists, scores, scratch_bytes)
         case "cpu":
-            cpu.index_select(queries, weights, keys, batch, topk, lists, gemm, scratch_bytes)
+            cpu.index_select(queries, weights, keys, batch, topk, lists, scores, gemm, scratch_bytes)
         case _:
-            reference.index_select(queries, weights, keys, batch, topk, lists, gemm)
+            reference.index_select(queries, weights, keys, batch, topk, lists, scores, gemm)

@@ -26,6 +26,7 @@ def index_select(
     batch: StepBatch,
     topk: int,
     lists: Tensor,
+    scores: Tensor | None,
     gemm: Products,
     scratch_bytes: int,
 ) -> None:
@@ -33,12 +34,15 @@ def index_select(
     tokens = torch.arange(lists.shape[1])
     is_listed = (tokens < batch.visible[:, None]) & (batch.visible[:, None] <= topk)
     lists.copy_(torch.where(is_listed, tokens, -1))
+    if scores is not None:
+        scores.fill_(float("-inf"))
     for scored in batch.scored:
-        _select_scored(lists, queries, weights, scored, keys, topk, gemm, scratch_bytes)
+        _select_scored(lists, scores, queries, weights, scored, keys, topk, gemm, scratch_bytes)
 
 
 def _select_scored(
     lists: Tensor,
+    best_scores: Tensor | None,
     queries: Tensor,
     weights: Tensor,
     scored: ScoredRows,
@@ -59,5 +63,14 @@ def _select_scored(
             rows, positions = scored.rows[piece], scored.positions[piece]
             num_blocks = -(-(int(positions.max()) + 1) // KEY_TILE_TOKENS) * (KEY_TILE_TOKENS // keys.block_size_tokens)
             tables = scored.block_tables[sequences, :num_blocks]
-            scores = index_logits(queries[rows], weights[rows], keys, tables, positions, gemm=gemm, impl="cpu")
-            lists[rows.reshape(-1)] = select_topk(scores.flatten(0, 1), positions.reshape(-1) + 1, topk, impl="cpu")
+            scores = index_logits(queries[rows], weights[rows], keys, tables, positions, gemm=gemm, impl="cpu").flatten(0, 1)
+            chosen = select_topk(scores, positions.reshape(-1) + 1, topk, impl="cpu")
+            lists[rows.reshape(-1)] = chosen
+            if best_scores is not None:
+                best_scores[rows.reshape(-1)] = _scores_of(chosen, scores)
+
+
+def _scores_of(chosen: Tensor, scores: Tensor) -> Tensor:
+    """[t, W]: the scores [t, S] of chosen tokens, 0 for -0, -inf where there is none."""
+    padded = torch.nn.functional.pad(scores + 0.0, (0, 1), value=float("-inf"))
+    return padded.gather(1, torch.where(chosen < 0, scores.shape[1], chosen))

@@ -13,7 +13,14 @@ from glm_runtime.step_batch import StepBatch
 
 
 def index_select(
-    queries: Tensor, weights: Tensor, keys: CacheRegion, batch: StepBatch, topk: int, lists: Tensor, scratch_bytes: int
+    queries: Tensor,
+    weights: Tensor,
+    keys: CacheRegion,
+    batch: StepBatch,
+    topk: int,
+    lists: Tensor,
+    scores: Tensor | None,
+    scratch_bytes: int,
 ) -> None:
     """Contract: `reference.index_select`; products as `index_logits.native`."""
     num_rows, num_heads, width = queries.shape
@@ -22,5 +29,5 @@ def index_select(
     library().glm_index_select(
         queries.data_ptr(), queries.dtype == torch.bfloat16, weights.data_ptr(), num_rows, num_heads, width, *index_keys(keys),
         block_tables.data_ptr(), block_tables.shape[1], row_sequences.data_ptr(), visible.data_ptr(),
-        topk, lists.shape[1], scratch_bytes, lists.data_ptr(),
+        topk, lists.shape[1], scratch_bytes, lists.data_ptr(), None if scores is None else scores.data_ptr(),
     )  # fmt: skip

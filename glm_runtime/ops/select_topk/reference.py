@@ -17,11 +17,12 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """
     lists = torch.full((scores.shape[0], k), -1, dtype=torch.int64)
     for row, (values, count) in enumerate(zip(scores.tolist(), visible.tolist(), strict=True)):
-        ranked = sorted(range(count), key=lambda token: (*_rank(values[token]), token))
+        ranked = sorted(range(count), key=lambda token: (*order(values[token]), token))
         best = sorted(ranked[:k])
         lists[row, : len(best)] = torch.tensor(best, dtype=torch.int64)
     return lists
 
 
-def _rank(score: float) -> tuple[bool, float]:
+def order(score: float) -> tuple[bool, float]:
+    """What scores are sorted by, ascending: the better ones first."""
     return (True, 0.0) if math.isnan(score) else (False, -score)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.engine.cases import FULL_CASES, LLAMA_CPP, OURS, TRANSFORMERS, Case, Kind
 from benchmarks.engine.engine_process import EngineFailed, EngineProcess, EngineSpec
-from benchmarks.engine.measurement import CaseResult, compare_log_probs, is_equal_enough, measure_case
+from benchmarks.engine.measurement import CaseResult, choose_variants, compare_log_probs, is_equal_enough, measure_case
 from benchmarks.engine.report_rows import RunFacts, case_rows, check_rows, roofline_rows
 from benchmarks.engine.roofline import StepBytes, bandwidth_share_percent, step_bytes
 from benchmarks.engine.saved_results import SavedResults
@@ -28,7 +28,7 @@ class Toy:
         if sys.argv[2] == "ends": sys.exit(3)
         return [float(sys.argv[1]) * sum(map(len, steps)) / len(steps)] * len(steps)
 
-serve(Toy)
+serve(Toy, lambda engine, command, numbers: [5e9])
 """
 DECODE = Case(context=16, batch=4, repeats=3, goals={LLAMA_CPP: 2.0, TRANSFORMERS: 3.0})
 MODES = {"fast": "ours (fast)", "deterministic": "ours (deterministic)"}
@@ -125,6 +125,30 @@ def test_without_our_own_time_every_row_is_missed() -> None:
     assert rows[0].value == "it ended"
 
 
+def test_the_share_is_of_the_bandwidth_measured_beside_the_case() -> None:
+    measured = result(fast=0.1, slow=0.4)
+    measured.experts, measured.bandwidths = 17.0, [40e9, 80e9, 50e9]
+    fast, slow = roofline_rows(DECODE, measured, facts(), StepBytes(weights=3e9, cache=1e9))
+    assert (fast.value, fast.met, fast.peer_value) == (pytest.approx(80.0), True, pytest.approx(50.0))
+    assert (slow.value, slow.goal) == (pytest.approx(20.0), "-")
+    assert "in 100.0 ms, beside 40 to 80 GB/s" in fast.what
+    measured.bandwidths = []
+    assert not any(row.met for row in roofline_rows(DECODE, measured, facts(), StepBytes(weights=3e9, cache=1e9)))
+
+
+def test_a_finished_case_keeps_its_variant_when_the_pilot_is_measured_again() -> None:
+    variants = {LLAMA_CPP: ["llama.cpp (a)", "llama.cpp (b)"], TRANSFORMERS: ["transformers (c)"]}
+    pilot = CaseResult(seconds={"llama.cpp (a)": [0.3], "llama.cpp (b)": [0.2], "transformers (c)": [1.0]})
+    finished = CaseResult(seconds={"llama.cpp (a)": [0.3], "ours (fast)": [0.1]})
+    chosen = choose_variants(variants, {Kind.DECODE_ONE: pilot, Kind.DECODE_MANY: pilot}, [(Kind.DECODE_MANY, finished)])
+    assert chosen == {
+        (LLAMA_CPP, Kind.DECODE_ONE): "llama.cpp (b)",
+        (LLAMA_CPP, Kind.DECODE_MANY): "llama.cpp (a)",
+        (TRANSFORMERS, Kind.DECODE_ONE): "transformers (c)",
+        (TRANSFORMERS, Kind.DECODE_MANY): "transformers (c)",
+    }
+
+
 def test_every_goal_is_in_the_full_run() -> None:
     goals = {(case.name, peer): goal for case in FULL_CASES for peer, goal in case.goals.items()}
     assert goals == {
@@ -159,6 +183,12 @@ def test_engines_take_turns_and_one_that_fails_is_left_out(tmp_path: Path) -> No
         assert "out of luck" in measured.failures["llama.cpp (fails)"]
         assert compare_log_probs(ours, failing, [[1, 2, 3], [4]]) == pytest.approx(0.25)
         assert measure_case(Case(context=30, repeats=2), [ours], vocab_size=50, seed=0).seconds == {"ours (works)": [0.03] * 2}
+
+
+def test_the_bandwidth_is_measured_once_a_repeat_by_the_gauge(tmp_path: Path) -> None:
+    with toy(tmp_path, OURS, 0.5) as ours, toy(tmp_path, LLAMA_CPP, 0.25) as peer:
+        assert measure_case(DECODE, [ours, peer], vocab_size=50, seed=0, gauge=ours).bandwidths == [5e9] * 3
+        assert measure_case(DECODE, [ours, peer], vocab_size=50, seed=0).bandwidths == []
 
 
 def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The decode engine on the bench: what is emitted, who is preempted, what is cached, and what a launched step protects."""
 
+import dataclasses
+
 import pytest
 
 from decode_worker.batch import DecodeBatch
 from decode_worker.config import DecodeConfig
+from decode_worker.draft_controller import DraftController
 from decode_worker.sequences import Phase
 from kv_transfer.block_keys import block_keys
 from kv_transfer.identity import RequestId, pack_tokens
@@ -151,6 +154,18 @@ def test_a_running_batch_decodes_beside_a_long_local_prompt() -> None:
     assert len(num_emitted) >= 12, "the prompt is cut into chunks of the share that it may take beside rows"
     assert num_emitted == sorted(set(num_emitted)), "every step of the long prompt also moved the short answer on"
     world.settle()
+
+
+def test_what_publishing_takes_is_part_of_a_step() -> None:
+    world = World(max_drafts=2)
+    open_all(world, local_request("a", 5, 100))
+    decode = world.decodes[0]
+    decode.engine.drafts = DraftController(dataclasses.replace(decode.model, adapts_drafts=True))
+    now_s = world.now_s
+    while decode.launch(now_s):
+        decode.land(now_s + 0.01)
+        now_s += 0.015
+    assert 0.01 < decode.engine.drafts._costs.costs().overhead_s <= 0.0151, "the toy's model takes no time; an average comes from below"
 
 
 @pytest.mark.parametrize("max_drafts", [0, 1])
