@@ -80,7 +80,7 @@ class PlanEncoder:
         sampling = None
         if piece.sampling is not None and piece.sampling is not known.sampling and piece.sampling != known.sampling:
             known.sampling = piece.sampling
-            sampling = piece.sampling if piece.sampling.grammar is None else msgspec.structs.replace(piece.sampling, grammar=None)
+            sampling = without_text(piece.sampling)
         return _Piece(
             piece.sequence_id,
             tuple(piece.tokens),
@@ -108,7 +108,10 @@ class PlanDecoder:
         self._known: dict[SequenceId, _Known] = {}
 
     def decode(self, frame: bytes) -> StepPlan:
-        """The plan, without histories and grammars: who reads them draws the tokens. Raises msgspec.DecodeError for what is no plan."""
+        """The plan, without histories, grammars' states and their texts: who reads them draws the tokens.
+
+        Raises msgspec.DecodeError for what is no plan.
+        """
         plan = _DECODER.decode(frame)
         before, self._known = self._known, {}
         slices = tuple([self._slice(piece, before.get(piece.sequence_id)) for piece in plan.pieces])
@@ -138,6 +141,13 @@ class PlanDecoder:
             num_seed_drafts=piece.num_seed_drafts,
             keeps_hidden=piece.keeps_hidden,
         )
+
+
+def without_text(sampling: SamplingParameters) -> SamplingParameters:
+    """The parameters as other ranks know them: that there is a grammar, which decides what ranks exchange, but not which."""
+    if sampling.grammar is None:
+        return sampling
+    return msgspec.structs.replace(sampling, grammar=msgspec.structs.replace(sampling.grammar, text=""))
 
 
 def _stop_rule(prices: tuple[float, float] | None) -> StopRule | None:

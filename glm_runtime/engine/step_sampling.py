@@ -51,7 +51,10 @@ def draw(
 
 
 def needs_logits(asking: Sequence[SequenceSlice], verification: VerificationChoice) -> bool:
-    """Whether more than the best token of each row is looked at. By parameters alone, so that all ranks say the same."""
+    """Whether more than the best token of each row is looked at. By what all ranks know of the plan, so that all say the same.
+
+    A rank that says otherwise than the one that draws waits for an exchange that never comes.
+    """
     return verification != "exact" or any(_needs_logits(piece) for piece in asking)
 
 

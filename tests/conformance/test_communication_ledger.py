@@ -30,7 +30,8 @@ def counted(context: ParallelContext, num_drafts: int, sampling: SamplingParamet
     homes = context.layout.dcp_size
     runner = runtime.attach(PoolMemory(16, runtime.layout.block_bytes))
     tables = {
-        name: [BlockId(block * homes + block % homes) for block in blocks] for name, blocks in {"a": (1, 3, 4), "b": (7, 2, 5)}.items()
+        name: [BlockId(block * homes + place % homes) for place, block in enumerate(blocks)]
+        for name, blocks in {"a": (1, 3, 4), "b": (7, 2, 5)}.items()
     }
     prompts = {name: make_prompt(NUM_BEFORE, number) for number, name in enumerate(tables)}
     pieces = [
@@ -60,6 +61,8 @@ LAYOUTS = [
     ParallelLayout(tp_size=2),
     ParallelLayout(tp_size=4, replicates_embedding=True),
     ParallelLayout(tp_size=2, is_expert_parallel=True),
+    ParallelLayout(tp_size=2, dcp_size=2),
+    ParallelLayout(tp_size=2, dcp_size=2, dcp_combine="ag_rs", replicates_queries=False),
     ParallelLayout(pcp_size=2),
     ParallelLayout(pcp_size=2, tp_size=2),
     ParallelLayout(pcp_size=2, is_expert_parallel=True),

@@ -12,6 +12,7 @@ from torch import Tensor
 from glm_runtime.config import GlmConfig
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.offline import generate
+from glm_runtime.engine.plan_codec import PlanDecoder, PlanEncoder
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.parallel.collectives import Operation
@@ -252,8 +253,9 @@ def run_seeded(context: ParallelContext, config: RuntimeConfig) -> tuple[tuple[i
 
 
 def decode_alone(context: ParallelContext, config: RuntimeConfig, prompt: list[int], sampling: SamplingParameters) -> list[int]:
-    """As served: history and grammar are the leading rank's alone; the others see the parameters."""
+    """As served: history and grammar are the leading rank's alone; the others get the plan as it is sent to them."""
     runner, grammars = runner_on(context, config), None
+    encoder, decoder = PlanEncoder(), PlanDecoder()
     history = TokenHistory(prompt) if context.leads and reads_history(sampling) else None
     if context.leads and sampling.grammar is not None:
         grammars = load_grammars(config.checkpoint, GlmConfig.from_checkpoint(config.checkpoint))
@@ -264,7 +266,8 @@ def decode_alone(context: ParallelContext, config: RuntimeConfig, prompt: list[i
         given = tokens[0 if step == 0 else -1 :]
         fields = {"history": history, "grammar": grammar, "token_index": len(output), "num_drafts": len(drafts), "num_next_drafts": 3}
         plan = StepPlan(step_number=step, slices=(piece([*given, *drafts], len(tokens) - len(given), sampling=sampling, **fields),))
-        result = runner.run(plan)
+        frame = context.worker.broadcast_bytes(encoder.encode(plan) if context.leads else b"")
+        result = runner.run(plan if context.leads else decoder.decode(frame))
         run, drafts = result.samples[SequenceId("a")], result.drafts.get(SequenceId("a"), ())
         tokens += run
         output += run

@@ -60,7 +60,9 @@ def told(plan: StepPlan) -> StepPlan:
 
 
 def told_slice(piece: SequenceSlice) -> SequenceSlice:
-    sampling = None if piece.sampling is None else msgspec.structs.replace(piece.sampling, grammar=None)
+    sampling = piece.sampling
+    if sampling is not None and sampling.grammar is not None:
+        sampling = msgspec.structs.replace(sampling, grammar=GrammarSpec(sampling.grammar.kind, ""))
     return msgspec.structs.replace(piece, history=None, grammar=None, sampling=sampling)
 
 
