@@ -117,16 +117,6 @@ class RunningWorker:
         """Rank 0's actor, which is told to drain and to stop for all."""
         return self.ranks[0].handle
 
-    @property
-    def has_leader_ended(self) -> bool:
-        """Whether rank 0 has ended; the others end after it, or are killed."""
-        return self.ranks[0].ended.done()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether no rank of it runs any more."""
-        return all(rank.ended.done() for rank in self.ranks)
-
 
 def place_groups(plans: Sequence[GroupPlan], timeout_s: float) -> Mapping[WorkerId, PlacementGroup]:
     """Reserve all groups together. Raises ConfigError naming the first one that Ray cannot place within `timeout_s`."""

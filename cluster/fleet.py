@@ -113,21 +113,21 @@ class WorkerFleet:
     async def stop_all(self, grace_s: float, hurry: asyncio.Event) -> list[WorkerId]:
         """Stop every worker, kill those that have not ended after `grace_s` or once `hurry` is set. Returns the killed ones."""
         self.desired = []
-        for worker_id, worker in self._workers.items():
-            if not worker.has_leader_ended:
-                await self._stop(worker_id)
-        await self._wait_until(lambda worker: worker.has_leader_ended, grace_s, hurry)
-        late = [worker_id for worker_id, worker in self._workers.items() if not worker.has_leader_ended]
-        for worker_id in self._workers:
+        for worker_id in list(self._workers):
+            await self._stop(worker_id)
+        await self._wait_for_ends(grace_s, hurry)
+        late = list(self._workers)
+        for worker_id in late:
             await self._kill(worker_id)
-        await self._wait_until(lambda worker: worker.has_ended, KILL_GRACE_S, asyncio.Event())
+        await self._end_processes()
+        await self._wait_for_ends(KILL_GRACE_S, asyncio.Event())
         return late
 
-    async def _wait_until(self, holds: "Callable[[RunningWorker], bool]", grace_s: float, hurry: asyncio.Event) -> None:
-        """Until it holds for every worker, `grace_s` is over or `hurry` is set; whoever sets it sets `changed` as well."""
+    async def _wait_for_ends(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Until no worker runs, `grace_s` is over or `hurry` is set; whoever sets it sets `changed` as well."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                while not hurry.is_set() and not all(map(holds, self._workers.values())):
+                while not hurry.is_set() and self._workers:
                     self.changed.clear()
                     await self.changed.wait()
 
@@ -188,12 +188,13 @@ class WorkerFleet:
 
     def _take_end(self, worker_id: WorkerId, worker: "RunningWorker", rank: int, future: Any) -> None:
         """The parked call of a rank has returned: its service or its whole process has ended, 10 to 20 ms ago."""
-        if self._workers.get(worker_id) is not worker:
-            return
-        self.changed.set()
         seen = self._observed[worker_id]
-        if not does_end_worker(seen, rank):
+        if self._workers.get(worker_id) is not worker or not does_end_worker(seen, rank):
             return
+        # From here on the ends of its other ranks are nobody's: the next start may have begun before they come.
+        del self._workers[worker_id]
+        self._ended.append(worker)
+        self.changed.set()
         now_s = time.monotonic()
         self._observed[worker_id] = observation.end(seen, self._config.cluster.restart.stable_after_s, now_s)
         self._ended_rank[worker_id] = rank
@@ -206,7 +207,6 @@ class WorkerFleet:
             logger.warning("worker lost worker_id=%s rank=%d failures=%s reason=%s", worker_id, rank, failures, reason)
             name = f"{worker_id} (by rank {rank})" if len(worker.ranks) > 1 else worker_id
             self._tell(f"{name} is gone: {reason}; its log: {self._log_file(worker_id)}")
-        self._ended.append(worker)
 
     def _log_file(self, worker_id: WorkerId) -> Path:
         """Of the rank that ended it last."""

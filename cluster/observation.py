@@ -66,11 +66,9 @@ def end(seen: ObservedWorker, stable_after_s: float, now_s: float) -> ObservedWo
 
 
 def does_end_worker(seen: ObservedWorker, rank: int) -> bool:
-    """Whether the end of this rank's process is the end of its worker.
+    """Whether the end of this rank's process is the end of its worker, of which no rank has ended so far.
 
     The first end of any rank is: the others cannot compute without it. One that was told to stop tells its ranks itself and has
     something to close when they have ended: then it is rank 0's end that counts.
     """
-    if seen.state is WorkerState.GONE:
-        return False
     return rank == 0 or seen.stop_asked_at_s is None

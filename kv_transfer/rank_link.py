@@ -39,12 +39,12 @@ class RankLink:
         """The socket's descriptor: readable when a frame has begun to come, or the end."""
         return self._connection.fileno()
 
-    def prove(self, secret: bytes, me: Party, role: Role, config: WireConfig) -> Party:
-        """Open the connection; returns who is at the other end.
+    def prove(self, secret: bytes, me: Party, role: Role, config: WireConfig, timeout_s: float) -> Party:
+        """Open the connection within `timeout_s`; returns who is at the other end.
 
         Raises PeerLost, TransferTimeout, AuthenticationFailed or ProtocolMismatch; then it must be closed.
         """
-        deadline_s = time.monotonic() + config.hello_timeout_s
+        deadline_s = time.monotonic() + timeout_s
         handshake = Handshake(secret, me, role, secrets.token_bytes(NONCE_BYTES))
         self.send(encode(handshake.open()))
         while handshake.peer is None:
@@ -122,15 +122,18 @@ class RankListener:
         self._socket.close()
 
 
-def dial_rank(secret: bytes, me: Party, host: str, port: int, config: WireConfig) -> tuple[RankLink, Party]:
-    """Connect to another rank's listener. Raises PeerLost when it cannot be reached, and as `RankLink.prove` does."""
+def dial_rank(secret: bytes, me: Party, host: str, port: int, config: WireConfig, timeout_s: float) -> tuple[RankLink, Party]:
+    """Connect to another rank's listener, which may not accept yet: that has `timeout_s`.
+
+    Raises PeerLost when it cannot be reached, and as `RankLink.prove` does.
+    """
     try:
         connection = socket.create_connection((host, port), config.dial_timeout_s)
     except OSError as error:
         raise PeerLost(f"{host}:{port} cannot be reached: {error}") from error
     link = RankLink(connection, config)
     try:
-        return link, link.prove(secret, me, Role.DIALLER, config)
+        return link, link.prove(secret, me, Role.DIALLER, config, timeout_s)
     except BaseException:
         link.close()
         raise

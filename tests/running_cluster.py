@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -146,6 +147,30 @@ class RunningCluster:
         """The last lines of every log of the run, for the message of a failed test."""
         logs = sorted(self.temp_dir.glob("glm-cluster-*/*/logs/*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) for log in logs)
+
+
+class Streaming:
+    """A request on a thread of its own; `tokens` grows as events arrive."""
+
+    def __init__(self, cluster: RunningCluster, prompt: list[int], max_tokens: int, **parameters: Any) -> None:
+        self.tokens: list[int] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(cluster.stream(prompt, max_tokens, **parameters),))
+        self._thread.start()
+
+    def _run(self, events: Iterator[list[int]]) -> None:
+        try:
+            for tokens in events:
+                self.tokens += tokens
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> list[int]:
+        """Wait for the end of the stream and return its tokens; raises what ended it otherwise."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.tokens
 
 
 def token_ids(answer: dict[str, Any]) -> list[int]:

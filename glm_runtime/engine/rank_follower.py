@@ -126,7 +126,7 @@ class FollowerService:
         leader = self._wait_for_leader()
         if leader is None:
             return
-        link, _ = dial_rank(self._identity.secret, self._me, *leader, self._wire)
+        link, _ = dial_rank(self._identity.secret, self._me, *leader, self._wire, self._group.start_timeout_s)
         with self._lock:
             self._link = link
         try:

@@ -259,7 +259,7 @@ class GroupLead:
         """Take the next connection. One that is not of this worker is refused and changes nothing."""
         link = self._listener.accept(timeout_s, self._wire)
         try:
-            party = link.prove(self._secret, self._me, Role.LISTENER, self._wire)
+            party = link.prove(self._secret, self._me, Role.LISTENER, self._wire, self._wire.hello_timeout_s)
         except ServingError as error:
             logger.warning("a stranger was refused worker_id=%s reason=%s", self._me.party_id, error)
             link.close()

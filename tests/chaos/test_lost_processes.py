@@ -3,10 +3,7 @@
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import psutil
@@ -14,33 +11,9 @@ import pytest
 
 from tests.prompts import make_prompt
 from tests.reference import Reference
-from tests.running_cluster import RunningCluster, end_all, launch_cluster, token_ids, wait_until
+from tests.running_cluster import RunningCluster, Streaming, end_all, launch_cluster, token_ids, wait_until
 
 pytestmark = pytest.mark.cluster
-
-
-class Streaming:
-    """A request on a thread of its own; `tokens` grows as events arrive."""
-
-    def __init__(self, cluster: RunningCluster, prompt: list[int], max_tokens: int, **parameters: Any) -> None:
-        self.tokens: list[int] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(cluster.stream(prompt, max_tokens, **parameters),))
-        self._thread.start()
-
-    def _run(self, events: Iterator[list[int]]) -> None:
-        try:
-            for tokens in events:
-                self.tokens += tokens
-        except BaseException as error:
-            self._error = error
-
-    def finish(self) -> list[int]:
-        """Wait for the end of the stream and return its tokens; raises what ended it otherwise."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self.tokens
 
 
 def _wait_for(condition: object, what: str) -> None:

@@ -47,9 +47,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def pair(listener: RankListener, threads: ThreadPoolExecutor) -> Iterator[Pair]:
-    dialling = threads.submit(dial_rank, SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK)
+    dialling = threads.submit(dial_rank, SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK, 2.0)
     leader = listener.accept(2.0, QUICK)
-    follower_seen = leader.prove(SECRET, LEADER, Role.LISTENER, QUICK)
+    follower_seen = leader.prove(SECRET, LEADER, Role.LISTENER, QUICK, 2.0)
     follower, leader_seen = dialling.result()
     yield Pair(leader, follower, (follower_seen, leader_seen))
     leader.close()
@@ -73,11 +73,21 @@ def test_frames_of_two_threads_do_not_mix(pair: Pair, threads: ThreadPoolExecuto
     assert sorted(frames) == [b"a" * 900_000] * 20 + [b"b" * 900_000] * 20
 
 
+def test_who_dials_waits_for_a_listener_that_is_busy(listener: RankListener, threads: ThreadPoolExecutor) -> None:
+    dialling = threads.submit(dial_rank, SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK, 5.0)
+    time.sleep(3 * QUICK.hello_timeout_s)
+    leader = listener.accept(2.0, QUICK)
+    assert leader.prove(SECRET, LEADER, Role.LISTENER, QUICK, 2.0) == FOLLOWER
+    follower, _ = dialling.result()
+    leader.close()
+    follower.close()
+
+
 def test_who_does_not_know_the_secret_is_refused(listener: RankListener, threads: ThreadPoolExecutor) -> None:
-    dialling = threads.submit(dial_rank, b"another secret", FOLLOWER, "127.0.0.1", listener.port, QUICK)
+    dialling = threads.submit(dial_rank, b"another secret", FOLLOWER, "127.0.0.1", listener.port, QUICK, 2.0)
     leader = listener.accept(2.0, QUICK)
     with pytest.raises(AuthenticationFailed):
-        leader.prove(SECRET, LEADER, Role.LISTENER, QUICK)
+        leader.prove(SECRET, LEADER, Role.LISTENER, QUICK, QUICK.hello_timeout_s)
     leader.close()
     with pytest.raises(PeerLost):
         dialling.result()
@@ -87,7 +97,7 @@ def test_who_says_nothing_is_given_up(listener: RankListener) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)):
         leader = listener.accept(2.0, QUICK)
         with pytest.raises(TransferTimeout):
-            leader.prove(SECRET, LEADER, Role.LISTENER, QUICK)
+            leader.prove(SECRET, LEADER, Role.LISTENER, QUICK, QUICK.hello_timeout_s)
         leader.close()
 
 
@@ -96,7 +106,7 @@ def test_a_stranger_cannot_announce_a_large_frame(listener: RankListener) -> Non
         stranger.sendall((5000).to_bytes(LENGTH_BYTES, "little"))
         leader = listener.accept(2.0, QUICK)
         with pytest.raises(ProtocolMismatch, match="5000"):
-            leader.prove(SECRET, LEADER, Role.LISTENER, QUICK)
+            leader.prove(SECRET, LEADER, Role.LISTENER, QUICK, QUICK.hello_timeout_s)
         leader.close()
 
 
@@ -105,7 +115,7 @@ def test_nobody_there(listener: RankListener) -> None:
         listener.accept(0.05, QUICK)
     listener.close()
     with pytest.raises(PeerLost):
-        dial_rank(SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK)
+        dial_rank(SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK, 2.0)
 
 
 def test_a_silent_peer_is_no_lost_one(pair: Pair) -> None:

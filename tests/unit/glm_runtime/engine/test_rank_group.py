@@ -28,7 +28,7 @@ from kv_transfer.rank_link import RankLink, dial_rank
 SECRET = b"a cluster's secret"
 WORKER = "decode-0"
 THREE = RankGroupConfig(layout=ParallelLayout(tp_size=3), step_timeout_s=20.0, start_timeout_s=10.0)
-WIRE = WireConfig(hello_timeout_s=0.5, ping_interval_s=0.05, silence_timeout_s=0.4)
+WIRE = WireConfig(hello_timeout_s=5.0, ping_interval_s=0.1, silence_timeout_s=1.0)
 TERMS = RankTerms(
     weights_version="w",
     layout_fingerprint="f",
@@ -110,7 +110,7 @@ class Follower:
 
     def _run(self) -> None:
         try:
-            self.link, _ = dial_rank(self.secret, party(self.rank), *self.address, WIRE)
+            self.link, _ = dial_rank(self.secret, party(self.rank), *self.address, WIRE, 10)
             context = join_group(self.link, self.rank, self.config, leader_host="127.0.0.1", host="127.0.0.1")
             self.runner = SummingRunner(context)
             self.link.send(encode(Loaded(self.terms)))
@@ -296,7 +296,7 @@ def test_a_silent_rank_is_given_up(group: Group) -> None:
 def test_beating_ranks_may_wait_for_steps_as_long_as_they_like(group: Group) -> None:
     group.add(1), group.add(2)
     runner = group.start()
-    time.sleep(4 * WIRE.silence_timeout_s)
+    time.sleep(2.5 * WIRE.silence_timeout_s)
     assert group.faults.empty()
     assert answer(runner.run(make_plan(1))) == 18
 
@@ -381,7 +381,7 @@ def _dial_in_background(group: Group) -> tuple["queue.SimpleQueue[RankLink]", th
     links: queue.SimpleQueue[RankLink] = queue.SimpleQueue()
 
     def run() -> None:
-        link, _ = dial_rank(SECRET, party(1), *group.lead.address, WIRE)
+        link, _ = dial_rank(SECRET, party(1), *group.lead.address, WIRE, 10)
         join_group(link, 1, THREE, leader_host="127.0.0.1", host="127.0.0.1")
         link.send(encode(Failed("ConfigError: no such file")))
         links.put(link)
