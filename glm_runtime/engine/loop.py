@@ -18,8 +18,8 @@ from kv_transfer.errors import EngineFault
 
 PlanT = TypeVar("PlanT")
 ResultT = TypeVar("ResultT")
-PlanOut = TypeVar("PlanOut", covariant=True)
-ResultIn = TypeVar("ResultIn", contravariant=True)
+GivenPlan = TypeVar("GivenPlan", covariant=True)
+GivenResult = TypeVar("GivenResult", contravariant=True)
 
 
 class StepWorker(Protocol[PlanT, ResultT]):
@@ -38,17 +38,17 @@ class StepWorker(Protocol[PlanT, ResultT]):
         """Apply the step's result and tell whoever waits for it."""
 
 
-class StepGate(Protocol[PlanOut, ResultIn]):
+class StepGate(Protocol[GivenPlan, GivenResult]):
     """What keeps a worker in step with the others of its replica; `EngineLoop.wake` when it opens. Called on the control loop's thread."""
 
     @property
-    def empty_plan(self) -> PlanOut:
+    def empty_plan(self) -> GivenPlan:
         """What is run where this worker has nothing to compute."""
 
     def may_step(self, *, has_plan: bool) -> bool:
         """Whether the next step is to be made now, with a plan or without. If not, and there is a plan, all are being called."""
 
-    def take(self, result: ResultIn) -> None:
+    def take(self, result: GivenResult) -> None:
         """A step has returned."""
 
 
