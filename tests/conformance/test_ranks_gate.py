@@ -15,15 +15,26 @@ from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.parallel.layout import ParallelLayout
 from glm_runtime.parallel.lock_step import LockStep
 from kv_transfer.config import WireConfig
-from kv_transfer.identity import SequenceId, WorkerId, new_incarnation
+from kv_transfer.identity import BlockId, SequenceId, WorkerId, new_incarnation
 from kv_transfer.link import Party
-from kv_transfer.messages import PartyKind
+from kv_transfer.messages import PartyKind, SamplingParameters
+from kv_transfer.pool_memory import PoolMemory
+from tests.glm_checkpoints import TINY
+from tests.prompts import make_prompt
+from tests.rank_answers import assert_answers, config_of, load_rank, one_rank_answers
 from tests.rank_pool import RankPool
 
 SECRET = b"a cluster's secret"
 NUM_PIECES = 60
 """Steps' worth of work that comes to each worker, now and then."""
 TIMEOUT_S = 60.0
+NUM_PROMPTS = 5
+GREEDY = SamplingParameters(max_tokens=12, seed=0, temperature=0.0)
+CONFIG = config_of(TINY)
+
+
+def prompts_of(worker: int) -> list[list[int]]:
+    return [make_prompt(20 + 33 * number, 10 * worker + number) for number in range(NUM_PROMPTS)]
 
 
 class Seen(NamedTuple):
@@ -82,6 +93,77 @@ class PieceWorker:
         self.left -= 1
 
 
+@dataclass
+class Answer:
+    """A prompt on its way: everything below `stored` is in the cache. drafts: guesses at what follows `tokens`."""
+
+    name: SequenceId
+    tokens: list[int]
+    num_prompt_tokens: int
+    table: list[BlockId]
+    stored: int = 0
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :][: GREEDY.max_tokens]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.tokens) - self.num_prompt_tokens >= GREEDY.max_tokens
+
+    def piece(self) -> SequenceSlice:
+        return SequenceSlice(
+            sequence_id=self.name,
+            tokens=[*self.tokens[self.stored :], *self.drafts],
+            start=self.stored,
+            block_table=self.table,
+            sampling=GREEDY,
+            token_index=len(self.tokens) - self.num_prompt_tokens,
+            num_drafts=len(self.drafts),
+            num_next_drafts=2,
+        )
+
+    def take(self, result: StepResult) -> None:
+        self.tokens += result.samples[self.name]
+        self.stored = len(self.tokens) - 1
+        self.drafts = result.drafts.get(self.name, ())
+
+
+class AnsweringWorker(PieceWorker):
+    """Answers a prompt for each piece of work, with the real model, all that are here in one step."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        super().__init__(context, left=NUM_PROMPTS)
+        runtime = load_rank(context, CONFIG)
+        self.answers = [
+            Answer(SequenceId(str(number)), list(prompt), len(prompt), [BlockId(3 * number + block) for block in range(3)])
+            for number, prompt in enumerate(prompts_of(context.data.rank))
+        ]
+        self._runner = runtime.attach(PoolMemory(3 * NUM_PROMPTS, runtime.layout.block_bytes))
+
+    def decide(self, now_s: float) -> StepPlan | None:
+        self.decisions += 1
+        here = self.answers[: NUM_PROMPTS - self.left + self.waiting]
+        pieces = tuple(answer.piece() for answer in here if not answer.is_whole)
+        return StepPlan(step_number=1, slices=pieces) if pieces else None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        is_more = LockStep(self.context.data).goes_on(self.left > 0)
+        result = self._runner.run(plan)
+        self.is_over = result.is_idle and not is_more
+        return result
+
+    def publish(self, plan: StepPlan, result: StepResult, now_s: float) -> None:
+        for answer in self.answers:
+            if answer.name in result.samples:
+                answer.take(result)
+        num_whole = sum(answer.is_whole for answer in self.answers)
+        num_ended = num_whole - (NUM_PROMPTS - self.left)
+        self.waiting -= num_ended
+        self.left -= num_ended
+
+
 class EndingGate(GateMember):
     """Ends the loop after the step in which all agree that no work is left."""
 
@@ -98,17 +180,28 @@ class EndingGate(GateMember):
 
 def lead(context: ParallelContext, seed: int) -> Seen:
     """One worker, until all have done all of their work."""
-    return asyncio.run(_lead(context, random.Random(f"{seed} {context.rank}")))
+    worker = PieceWorker(context)
+    faults, waves = asyncio.run(_lead(context, worker, random.Random(f"{seed} {context.rank}")))
+    return Seen(worker.steps, worker.own, worker.idle, waves, worker.decisions, faults)
 
 
-async def _lead(context: ParallelContext, rng: random.Random) -> Seen:
+def answer_when_called(context: ParallelContext, seed: int) -> tuple[list[list[int]], int]:
+    """The answers of one worker, and how many waves there were."""
+    worker = AnsweringWorker(context)
+    faults, waves = asyncio.run(_lead(context, worker, random.Random(f"{seed} {context.rank}")))
+    assert not faults
+    return [answer.output for answer in worker.answers], waves
+
+
+async def _lead(context: ParallelContext, worker: PieceWorker, rng: random.Random) -> tuple[list[str], int]:
+    """What went wrong, and the waves that this worker has counted."""
     faults: list[str] = []
     names = [WorkerId(f"decode-{worker}") for worker in range(context.data.size)]
     me = Party(PartyKind.DECODE, names[context.data.rank], new_incarnation())
     wire = WireConfig(dial_timeout_s=20.0, silence_timeout_s=20.0)
     host = GateHost(SECRET, me, "127.0.0.1", names, wire, lambda error: faults.append(str(error))) if context.rank == 0 else None
     port = int(context.world.broadcast_bytes(str(await host.start()).encode() if host is not None else b""))
-    worker, thread = PieceWorker(context), EngineThread("pieces")
+    thread = EngineThread("pieces")
     gate = EndingGate(worker, lambda error: faults.append(str(error)))
     gate.loop = loop = EngineLoop(worker, thread, gate)
     await gate.join(SECRET, me, "127.0.0.1", port, wire)
@@ -116,18 +209,18 @@ async def _lead(context: ParallelContext, rng: random.Random) -> Seen:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(loop.run())
             tasks.create_task(_bring_work(worker, loop, rng))
-    waves = gate.member.wave
-    await asyncio.to_thread(context.world.barrier)  # nobody leaves before all have ended
+    waves, found = gate.member.wave, list(faults)  # that others leave from here on is none
+    await asyncio.to_thread(context.world.barrier)
     gate.close()
     if host is not None:
         await host.close()
     assert thread.stop(5.0)
-    return Seen(worker.steps, worker.own, worker.idle, waves, worker.decisions, faults)
+    return found, waves
 
 
 async def _bring_work(worker: PieceWorker, loop: EngineLoop[StepPlan, StepResult], rng: random.Random) -> None:
     """Often at once, sometimes after a while in which all may have gone to sleep."""
-    left = NUM_PIECES
+    left = worker.left
     while left:
         await asyncio.sleep(rng.choice((0.0, 0.001, 0.01, 0.1, 0.2)))
         count = min(left, rng.randint(1, 4))
@@ -146,3 +239,11 @@ def test_workers_sleep_and_step_together(rank_pool: RankPool, num_workers: int) 
     assert NUM_PIECES + waves <= steps <= num_workers * NUM_PIECES + waves, "in every other step somebody has rows"
     # A loop turns for each step, each time that work comes, and once for each call: it does not look whether there is something to do.
     assert all(seen.decisions <= steps + NUM_PIECES + waves + 1 for seen in found)
+
+
+def test_called_to_steps_workers_answer_as_one_rank(rank_pool: RankPool) -> None:
+    found = rank_pool.run(ParallelLayout(dp_size=2, is_expert_parallel=True), answer_when_called, 5)
+    for worker, (answers, _) in enumerate(found):
+        assert_answers(answers, *one_rank_answers(CONFIG, prompts_of(worker), GREEDY))
+    (num_waves,) = {waves for _, waves in found}
+    assert num_waves >= 1
