@@ -110,6 +110,25 @@ def test_a_rank_dies_in_the_middle_of_an_answer(ranks: RunningCluster, rank: int
     assert not set(pids) & set(ranks.worker("decode-0")["rank_pids"]), "all its ranks are others now"
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_given_up(ranks: RunningCluster) -> None:
+    """SIGSTOP: no connection closes and Ray never notices; the rank's silence does it, in the middle of a step."""
+    prompt = make_prompt(150, 540)
+    pids = ranks.worker("decode-0")["rank_pids"]
+    num_lost = len(losses(ranks))
+    streaming = Streaming(ranks, prompt, 240)
+    wait_until(lambda: len(streaming.tokens) >= 20, 60, lambda: "twenty tokens did not come")
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped_s = time.time()
+    assert_one_process_says_so([prompt], [streaming.finish()], 240)
+    ranks.wait_until_serving()
+    ((noticed_s, _, _),) = losses(ranks)[num_lost:]
+    print(f"rank 1 of decode-0 stopped: given up after {noticed_s - stopped_s:.1f} s")
+    assert noticed_s - stopped_s < 10
+    (log,) = ranks.temp_dir.glob("glm-cluster-*/*/logs/decode-0.log")
+    assert "rank 1 of decode-0 has not been heard for" in log.read_text()
+
+
 def has_ended(process: psutil.Process) -> bool:
     """Whether it computes and serves no more; Ray may take its time to collect it."""
     try:
