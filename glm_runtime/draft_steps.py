@@ -17,6 +17,7 @@ from glm_runtime.mtp import MtpLayer
 from glm_runtime.native.library import library
 from glm_runtime.native.recording import Recording, record
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.lock_step import LockStep
 from glm_runtime.recorded_forward import MOST_RECORDED_BYTES, MOST_RECORDED_ROWS, can_record
 from glm_runtime.runtime_config import MOST_DRAFTS
 from glm_runtime.step_batch import StepBatch
@@ -27,11 +28,15 @@ Guess = Callable[[Scores | KnownScores], Tensor | None]
 
 
 class DraftSteps:
-    """Draft steps over one pool. Used by one thread, under inference mode."""
+    """Draft steps over one pool. Used by one thread, under inference mode.
 
-    def __init__(self, mtp: MtpLayer, cache: PagedCache) -> None:
+    lock_step: of this worker with those whose drafts it does not know. All make as many further steps: who wants none joins the others'.
+    """
+
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, lock_step: LockStep) -> None:
         self._mtp = mtp
         self._cache = cache
+        self._lock_step = lock_step
         self._recorded: dict[int, RecordedStep] = {}
         self._can_record = can_record(mtp.target)
 
@@ -41,7 +46,7 @@ class DraftSteps:
         return len(self._recorded)
 
     def run(self, recycled: Tensor, batch: StepBatch, selection: Selection, rows: Tensor, guess: Guess) -> int:
-        """Let `guess` draft from step 0, and from further steps until it wants no more. Returns how many draft steps there were.
+        """Let `guess` draft from step 0, and from further steps until nobody wants more. Returns how many draft steps there were.
 
         recycled, batch, selection: of step 0. rows: [R] int64, the last accepted row of each sequence that drafts.
         The further steps store nothing: the lists end at the last accepted row, so nobody would read what they store before the next
@@ -51,7 +56,16 @@ class DraftSteps:
         drafts = guess(step.scores())
         num_steps = 1
         while drafts is not None:
+            self._lock_step.goes_on(True)
             drafts = guess(step.compute(drafts, num_steps))
+            num_steps += 1
+        return num_steps + self.join()
+
+    def join(self) -> int:
+        """Join further steps of other workers until nobody wants one. Returns how many there were."""
+        num_steps = 0
+        while self._lock_step.goes_on(False):
+            self._mtp.join()
             num_steps += 1
         return num_steps
 

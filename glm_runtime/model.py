@@ -95,6 +95,11 @@ class DecoderLayer:
             return residual, self.mlp.forward(hidden, forced.experts.get(layer)), selection
         return residual, (self.mlp.forward(hidden),), selection
 
+    def join(self) -> None:
+        """Take part in other workers' pass over this layer; this worker has no rows in it."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            self.mlp.join()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlmModel:
@@ -118,6 +123,11 @@ class GlmModel:
         if share is None:
             return self._forward(batch, cache, forced)
         return share.whole(self._forward(share.batch, cache, forced.shared(share)))
+
+    def join(self) -> None:
+        """Take part in a `forward` of the replica's other workers, where this one has no rows: as many exchanges, and no attention."""
+        for layer in self.layers:
+            layer.join()
 
     def share(self, batch: StepBatch, cache: PagedCache) -> RowShare | None:
         """How ranks share these rows, where they do."""

@@ -70,6 +70,13 @@ class MixtureOfExperts:
         routed[own] = dispatch_experts(hidden[own], chosen[own], gates[own], placement, self.context.world, self.local)
         return routed
 
+    def join(self) -> None:
+        """Take part in other workers' pass without rows: this rank's experts compute what is sent to them."""
+        assert self.shelf is not None, "only where rows travel to their experts is a pass everybody's"
+        rows = torch.empty(0, self.config.hidden_size, dtype=self.numerics.dtype)
+        chosen = torch.empty(0, self.config.num_experts_per_tok, dtype=torch.int64)
+        dispatch_experts(rows, chosen, chosen.float(), self.shelf.placement, self.context.world, self.local)
+
     def local(self, hidden: Tensor, slots: Tensor, gates: Tensor) -> Tensor:
         """The experts of this rank, by slot: `LocalExperts`."""
         experts, numerics = self.weights.experts, self.numerics

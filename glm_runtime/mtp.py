@@ -43,6 +43,10 @@ class MtpLayer:
         own, selection = self._forward(share.take(hidden), share.batch, cache, None)
         return share.whole(own), selection
 
+    def join(self) -> None:
+        """Take part in a `forward` of the replica's other workers, where this one has no rows."""
+        self.layer.join()
+
     def whole_selection(self, selection: Selection, batch: StepBatch, cache: PagedCache) -> Selection:
         """What step 0 over `batch` has chosen for all of its rows; `selection`: for those of this rank."""
         share = self.target.share(batch, cache)

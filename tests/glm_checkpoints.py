@@ -105,6 +105,21 @@ GROUPED_FIELDS: Mapping[str, Any] = {
 GROUPED_FIELDS = {name: value for name, value in GROUPED_FIELDS.items() if name not in ("index_topk_freq", "index_skip_topk_offset")}
 
 
+CUTTABLE_FIELDS: Mapping[str, Any] = {**SMALL_FIELDS, "vocab_size": 196}
+"""Sizes that two and four ranks divide."""
+HEADS_OF_448_FIELDS: Mapping[str, Any] = {
+    **CUTTABLE_FIELDS,
+    "qk_nope_head_dim": 192,
+    "qk_head_dim": 208,
+    "v_head_dim": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+"""GLM-5.3's kv_b: the second head begins in the middle of a scale's 128 rows."""
+FP8_CONFIG: Mapping[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NVFP4_CONFIG: Mapping[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+"""quantization_config of checkpoints that `quantise_tensors` and `nvfp4_tensors` pack."""
+
 GLM53_FIELDS: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
@@ -168,6 +183,19 @@ def write_checkpoint(
     if change is not None:
         change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_quantised(
+    directory: Path,
+    fields: Mapping[str, Any],
+    quantisation: Mapping[str, Any],
+    pack: Callable[[GlmConfig, dict[str, Tensor]], tuple[dict[str, Tensor], dict[str, Tensor]]],
+) -> Path:
+    """A random checkpoint whose matrices `pack` has quantised, in one safetensors file."""
+    write_config(directory, {**fields, "quantization_config": quantisation})
+    config = GlmConfig.from_checkpoint(directory)
+    save_file(pack(config, random_tensors(config, seed=3))[0], directory / WEIGHTS_FILE)
     return directory
 
 

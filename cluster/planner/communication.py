@@ -18,6 +18,8 @@ _INT64_BYTES = 8
 _FP32_BYTES = 4
 _BEST_BYTES = 16
 """Of a row's best token on one shard: value, id, whether all are finite, and its probability, four bytes each."""
+_STEP_WISHES = 2
+"""Of a worker, before a step: rows, and drafts from a hand-off's hidden state; a byte each. One more before each further draft step."""
 _PAIR_BYTES = 8
 """Of a token's index score and position."""
 
@@ -102,8 +104,12 @@ class Ledger:
 def step_traffic(
     config: GlmConfig, layout: ParallelLayout, rows: StepRows, cache: CacheLayout, item_bytes: int
 ) -> Mapping[tuple[GroupKind, Operation], Traffic]:
-    """What a worker's leading rank takes part in. cache: of one worker's blocks. item_bytes: of an activation; 2 in fast mode."""
+    """What a worker's leading rank takes part in, where the other workers of the replica have steps of the same size.
+
+    cache: of one worker's blocks. item_bytes: of an activation; 2 in fast mode.
+    """
     ledger = Ledger(config, layout, item_bytes)
+    ledger.add_gather(GroupKind.DATA, _STEP_WISHES)
     share = Share.of(rows.rows, layout.pcp_size)
     ledger.add_embedding(share.own)
     for layer in range(config.num_hidden_layers):
@@ -182,6 +188,7 @@ def _add_mtp(ledger: Ledger, cache: CacheLayout, rows: StepRows) -> None:
     ledger.add_embedding(share.own)
     _add_layer(ledger, cache, ("mtp_mla_kv", "mtp_index_k"), layer, share, rows.num_mtp_scored, is_moe=True)
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * ledger.config.hidden_size * ledger.item_bytes)
+    ledger.add_gather(GroupKind.DATA, 1, max(rows.num_draft_steps, 1))
     if not rows.num_draft_steps:
         return
     ledger.add_gather(GroupKind.PREFILL_CONTEXT, share.most * ledger.config.index_topk * _INT64_BYTES)

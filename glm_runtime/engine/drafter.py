@@ -19,6 +19,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.lock_step import LockStep
 from glm_runtime.recorded_forward import Computed, RecordedForward
 from glm_runtime.sampling.parameters import is_greedy
 from glm_runtime.sampling.ratio_test import DraftSource, Probabilities
@@ -33,10 +34,11 @@ class Drafter:
 
     draws: drafts of sequences that are not greedy are drawn from the layer's distribution, not its best token.
     proposals: what the drafts of the newest step were drawn from, for those that were; a sequence that is not in the next step loses them.
-    num_steps: draft steps that the newest `follow` has made.
+    num_steps: draft steps that the newest `follow` has made, those of other workers that it joined included.
+    lock_step: every worker of the replica makes as many passes of the layer, in `seed` and in `follow` or `join`.
     """
 
-    def __init__(self, mtp: MtpLayer, cache: PagedCache, tables: BlockTables, *, draws: bool = False) -> None:
+    def __init__(self, mtp: MtpLayer, cache: PagedCache, tables: BlockTables, lock_step: LockStep, *, draws: bool = False) -> None:
         self.proposals: dict[SequenceId, Sequence[Probabilities]] = {}
         self.num_steps = 0
         self._mtp = mtp
@@ -44,15 +46,16 @@ class Drafter:
         self._tables = tables
         self._draws = draws
         self._first = RecordedForward(self._compute_first, mtp.target, cache)
-        self._steps = DraftSteps(mtp, cache)
+        self._steps = DraftSteps(mtp, cache, lock_step)
 
     def seed(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts for the slices that bring a hidden state: step 0 is computed again on the row before them.
 
-        The keys that it stores there are the ones that came with the blocks, bit by bit.
+        The keys that it stores there are the ones that came with the blocks, bit by bit. Called where any worker has such slices.
         """
-        seeded = [piece for piece in plan.slices if piece.seed_hidden is not None and piece.num_seed_drafts]
+        seeded = [piece for piece in plan.slices if _is_seeded(piece)]
         if not seeded:
+            self._join()
             return plan
         rows = [
             SequenceSlice(sequence_id=piece.sequence_id, tokens=piece.tokens[:1], start=piece.start - 1, block_table=piece.block_table)
@@ -63,6 +66,11 @@ class Drafter:
         wanted = {piece.sequence_id: piece.num_seed_drafts for piece in seeded}
         drafts = self._run(rows, hidden, wanted, self._sources(seeded, {}), None)  # the plan has rows for all of them
         return dataclasses.replace(plan, slices=tuple(_with_drafts(piece, drafts) for piece in plan.slices))
+
+    def join(self) -> None:
+        """What `follow` is for a worker that has no rows in the step."""
+        self.proposals = {}
+        self._join()
 
     def follow(self, plan: StepPlan, hidden: Tensor, runs: Runs) -> Runs:
         """Draft step 0 over the rows of a target step that stand, then the further steps of those that want drafts.
@@ -92,6 +100,15 @@ class Drafter:
             if piece.sampling is not None and not is_greedy(piece.sampling)
         }
 
+    def _join(self) -> None:
+        self._mtp.join()
+        self._join_further()
+
+    def _join_further(self) -> None:
+        """Join the draft steps after step 0, where no sequence here wants any."""
+        num_joined = self._steps.join()
+        self.num_steps = 1 + num_joined if num_joined else 0
+
     def _run(
         self,
         slices: Sequence[SequenceSlice],
@@ -103,6 +120,7 @@ class Drafter:
         batch = self._batch(slices)
         recycled, selection = self._first.run(batch, hidden)
         if not wanted:
+            self._join_further()
             return {}
         assert selection is not None, "step 0 chooses what the further steps attend to"
         selection = self._mtp.whole_selection(selection, batch, self._cache)
@@ -132,6 +150,15 @@ class Drafter:
             row_tile=self._mtp.target.numerics.gemm.row_tile,
             tables=self._tables,
         )
+
+
+def needs_seed(plan: StepPlan) -> bool:
+    """Whether drafts are made before the step."""
+    return any(map(_is_seeded, plan.slices))
+
+
+def _is_seeded(piece: SequenceSlice) -> bool:
+    return piece.seed_hidden is not None and piece.num_seed_drafts > 0
 
 
 def _with_drafts(piece: SequenceSlice, drafts: Runs) -> SequenceSlice:

@@ -13,7 +13,7 @@ from glm_runtime.engine.group_messages import RankTerms
 from glm_runtime.engine.request_check import RequestLimits
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
-from glm_runtime.engine.step_runner import StepRunner
+from glm_runtime.engine.step_runner import StepRunner, run_empty_steps
 from glm_runtime.parallel.context import ParallelContext, one_rank
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
@@ -113,9 +113,11 @@ def load_model(
     rank = load_rank(runtime_config, context, incarnation)
     runtime = rank.runtime
     runner: StepRunner = rank.runner if lead is None else lead.start(rank.runner, rank_terms(runtime))
-    _warm_up(runner)
-    block_size_tokens = runtime.layout.block_size_tokens
     num_blocks = runtime.num_blocks * context.layout.dcp_size
+    _warm_up(runner)
+    measured_costs = _measure(runner, runtime, num_blocks) if drafts_here else MeasuredCosts()
+    run_empty_steps(runner)  # other workers of the replica may have more to measure
+    block_size_tokens = runtime.layout.block_size_tokens
     return LoadedModel(
         runner=runner,
         layout=runtime.layout,
@@ -131,7 +133,7 @@ def load_model(
         max_drafts=runtime.max_drafts,
         adapts_drafts=runtime_config.adapts_drafts,
         min_draft_probability=runtime_config.min_draft_probability,
-        measured_costs=_measure(runner, runtime, num_blocks) if drafts_here else MeasuredCosts(),
+        measured_costs=measured_costs,
         grammars=load_grammars(runtime_config.checkpoint, runtime.config),
         hidden_state_bytes=runtime.hidden_state_bytes,
         numerics=runtime.model.numerics.mode,

@@ -9,6 +9,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.grammar_desk import load_grammars
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.engine.step_runner import run_empty_steps
 from glm_runtime.parallel.decode_context import group_block, home_of
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.sampling.grammar import GrammarState
@@ -121,9 +122,7 @@ def generate(
         _check_fits(runtime, sequence)
     _start_grammars(runtime, sequences)
     needs = sorted((-(-sequence.num_blocks(block_size_tokens) // runtime.num_homes) for sequence in sequences), reverse=True)
-    if not needs:
-        return []
-    num_blocks = min(runtime.num_blocks, sum(needs[:max_batch_sequences]))
+    num_blocks = max(1, min(runtime.num_blocks, sum(needs[:max_batch_sequences])))
     runner = runtime.attach(PoolMemory(num_blocks, runtime.layout.block_bytes))
     free = _FreeBlocks(num_blocks, runtime.num_homes)
     num_drafts = runtime.max_drafts if max_drafts is None else min(max_drafts, runtime.max_drafts)
@@ -146,6 +145,7 @@ def generate(
                 free.give(sequence.block_table)
         running = [sequence for sequence in running if not sequence.is_finished]
         step_number += 1
+    run_empty_steps(runner)
     return [sequence.output for sequence in sequences]
 
 

@@ -137,13 +137,19 @@ class RankWatch:
 
 
 class GroupRunner:
-    """A `StepRunner` of all ranks: called on the leading rank's engine thread, returns what that rank's part of the step returns."""
+    """A `StepRunner` of all ranks: called on the leading rank's engine thread, returns what that rank's part of the step returns.
 
-    def __init__(self, worker_id: str, runner: StepRunner, links: Mapping[int, RankLink], watch: RankWatch) -> None:
+    joins_others: an empty plan is everybody's: other workers of the replica may have rows in the step.
+    """
+
+    def __init__(
+        self, worker_id: str, runner: StepRunner, links: Mapping[int, RankLink], watch: RankWatch, *, joins_others: bool = False
+    ) -> None:
         self._worker_id = worker_id
         self._runner = runner
         self._links = links
         self._watch = watch
+        self._joins_others = joins_others
         self._encoder = PlanEncoder()
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -151,7 +157,7 @@ class GroupRunner:
         if self._watch.fault is not None:
             raise self._watch.fault
         try:
-            if plan.slices:
+            if plan.slices or self._joins_others:
                 frame = encode(Step(self._encoder.encode(plan)))
                 for link in self._links.values():
                     link.send(frame)
@@ -231,7 +237,8 @@ class GroupLead:
         for link in self._links.values():
             link.send(encode(Begin()))
         self._watch = RankWatch(self._me.party_id, self._links, self._wire, self._on_fault)
-        return GroupRunner(self._me.party_id, runner, self._links, self._watch)
+        joins_others = self._config.layout.dp_size > 1
+        return GroupRunner(self._me.party_id, runner, self._links, self._watch, joins_others=joins_others)
 
     def close(self, *, has_ended_well: bool) -> None:
         """Listen no more. Where the worker has ended well, tell the others and wait for their ends, shortly; otherwise leave their

@@ -2,6 +2,9 @@
 
 With several ranks every one of them runs the same plan at the same time. What they compute together is equal on all of them; what is
 drawn, the worker's leading rank draws and tells the others. So all make the same drafts, and all meet in the same exchanges.
+
+Several workers of a replica (data parallelism) run plans of their own, equally many and at the same time: they agree which passes over the
+experts there are (`lock_step.py`), and who has no rows in one joins it. A worker without any runs empty plans meanwhile.
 """
 
 import time
@@ -14,7 +17,7 @@ from torch import Tensor
 from glm_runtime.cache_layout import MLA_KV
 from glm_runtime.engine.batch_builder import build_batch
 from glm_runtime.engine.block_tables import BlockTables
-from glm_runtime.engine.drafter import Drafter
+from glm_runtime.engine.drafter import Drafter, needs_seed
 from glm_runtime.engine.step_plan import StepPlan, StepResult
 from glm_runtime.engine.step_sampling import draw, lend_scores, score_prompts, tell_samples
 from glm_runtime.model import ForcedChoices, GlmModel
@@ -23,6 +26,7 @@ from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.paged_cache import PagedCache
 from glm_runtime.parallel.decode_context import BlockShare
 from glm_runtime.parallel.expert_balance import ExpertBalancer
+from glm_runtime.parallel.lock_step import LockStep
 from glm_runtime.runtime_config import VerificationChoice
 from glm_runtime.sampling.rows import Sample
 from kv_transfer.errors import EngineFault
@@ -52,7 +56,9 @@ class ModelRunner:
         self._tables = BlockTables(ranks.size * cache.num_blocks, BlockShare(ranks.rank, ranks.size, cache.block_size_tokens))
         self._verification = verification
         self._balancer = balancer
-        self._drafter = Drafter(mtp, cache, self._tables, draws=verification == "ratio") if mtp is not None else None
+        self._lock_step = LockStep(model.context.data)
+        draws = verification == "ratio"
+        self._drafter = Drafter(mtp, cache, self._tables, self._lock_step, draws=draws) if mtp is not None else None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the plan's rows, store their keys in the cache, and draw the tokens it asks for.
@@ -64,12 +70,15 @@ class ModelRunner:
 
         On ranks that do not lead their worker the result has no log-probabilities.
         """
-        if not plan.slices:
-            return StepResult(step_number=plan.step_number, samples={})
         with torch.inference_mode():
+            is_needed, needs_seeds = self._lock_step.anyone(bool(plan.slices), self._drafter is not None and needs_seed(plan))
+            if not is_needed:
+                return StepResult(step_number=plan.step_number, samples={}, is_idle=True)
             started_at_s = time.perf_counter()
-            if self._drafter is not None:
+            if self._drafter is not None and needs_seeds:
                 plan = self._drafter.seed(plan)
+            if not plan.slices:
+                return self._join(plan)
             seeded_at_s = time.perf_counter()
             hidden = self.forward(plan)
             logits_of = partial(self._finite_logits, plan)
@@ -97,6 +106,15 @@ class ModelRunner:
                 target_s=drawn_at_s - seeded_at_s,
                 draft_s=time.perf_counter() - drawn_at_s + seeded_at_s - started_at_s,
             )
+
+    def _join(self, plan: StepPlan) -> StepResult:
+        """The rest of a step in which only other workers have rows."""
+        self.model.join()
+        if self._drafter is not None:
+            self._drafter.join()
+        if self._balancer is not None:
+            self._balancer.after_step()
+        return StepResult(step_number=plan.step_number, samples={})
 
     def forward(self, plan: StepPlan, forced: ForcedChoices | None = None) -> Tensor:
         """Compute the plan's rows and store their keys. Returns [rows, hidden], after the final norm, in the plan's order.

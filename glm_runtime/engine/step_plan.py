@@ -71,6 +71,7 @@ class SequenceSlice(msgspec.Struct, frozen=True, kw_only=True):
 class StepPlan:
     """One forward over any mix of prefill chunks and decode rows. A sequence occurs at most once.
 
+    Without slices it is the step of a worker that has nothing to compute while others of its replica may have.
     stop_rule: when fewer drafts than `num_next_drafts` are made; None is never.
     """
 
@@ -91,7 +92,8 @@ class StepResult:
     samples: one token or more for each: the drafts that held, then the first token that no draft foretold. logprobs: of those, where the
     parameters ask for them. prompt_logprobs: of each slice's `following`. drafts: guesses at what follows the samples. hidden_states:
     raw bytes in the runtime's dtype. num_draft_steps: draft steps that were made for the next step, 0 where nobody wanted drafts.
-    target_s, draft_s: how long the target and the MTP layer took.
+    target_s, draft_s: how long the target and the MTP layer took. is_idle: no worker of the replica had rows, so that nothing was computed
+    and nobody will be there for another step until all are called again.
     """
 
     step_number: int
@@ -103,3 +105,4 @@ class StepResult:
     num_draft_steps: int = 0
     target_s: float = 0.0
     draft_s: float = 0.0
+    is_idle: bool = False

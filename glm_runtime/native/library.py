@@ -36,6 +36,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "glm_top_probability": (_P, _I, _I, _P, _P, _I, _I),
     "glm_store_rows": (_P, _I, _I, _P, _P, _I, _I),
     "glm_select_topk": (_P, _I, _I, _P, _I, _P),
+    "glm_merge_topk": (_P, _P, _I, _I, _I, _I, _P),
     "glm_index_logits": (_P, _I, _P, _I, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P),
     "glm_index_select": (_P, _I, _P, _I, _I, _I, _P, _I, _I, _P, _I, _I, _I, _I, _P, _I, _P, _P, _I, _I, _I, _P, _P),
     "glm_fused_q": (_P, _I, _P, _I, _I, _I, _P, _P, _I, _I, _I, _I, _I, _P),

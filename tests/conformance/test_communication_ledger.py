@@ -66,6 +66,8 @@ LAYOUTS = [
     ParallelLayout(pcp_size=2),
     ParallelLayout(pcp_size=2, tp_size=2),
     ParallelLayout(pcp_size=2, is_expert_parallel=True),
+    ParallelLayout(dp_size=2, is_expert_parallel=True),
+    ParallelLayout(dp_size=2, tp_size=2, is_expert_parallel=True),
 ]
 
 

@@ -27,11 +27,22 @@ from kv_transfer.grammar import GrammarKind, GrammarSpec
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
-from tests.glm_checkpoints import GLM53_FIELDS, SMALL_FIELDS, TINY, nvfp4_tensors, quantise_tensors, write_checkpoint
+from tests.glm_checkpoints import (
+    CUTTABLE_FIELDS,
+    FP8_CONFIG,
+    GLM53_FIELDS,
+    HEADS_OF_448_FIELDS,
+    NVFP4_CONFIG,
+    SMALL_FIELDS,
+    TINY,
+    nvfp4_tensors,
+    quantise_tensors,
+    write_checkpoint,
+    write_quantised,
+)
 from tests.prompts import make_prompt
 from tests.rank_answers import Answers, assert_answers, config_of, generate_on, load_rank, one_rank_answers
 from tests.rank_pool import RankPool, RanksFailed
-from tests.unit.glm_runtime.parallel.test_weight_cut import FIELDS, FP8, HEADS_OF_448, NVFP4, write_quantised
 
 PROMPTS = [make_prompt(length, number) for number, length in enumerate((5, 64, 90, 130, 63, 1))]
 """Around block edges, and beyond the 64 tokens that the indexer selects."""
@@ -122,13 +133,17 @@ def test_a_processed_request_is_drawn_by_the_leading_rank(rank_pool: RankPool) -
 
 @pytest.mark.parametrize("layout", [TWO, ParallelLayout(tp_size=2, is_expert_parallel=True)], ids=lambda layout: layout.describe())
 @pytest.mark.parametrize(
-    ("fields", "quantisation", "pack"), [(HEADS_OF_448, FP8, quantise_tensors), (FIELDS, NVFP4, nvfp4_tensors)], ids=["fp8", "nvfp4"]
+    ("fields", "quantisation", "pack"),
+    [(HEADS_OF_448_FIELDS, FP8_CONFIG, quantise_tensors), (CUTTABLE_FIELDS, NVFP4_CONFIG, nvfp4_tensors)],
+    ids=["fp8", "nvfp4"],
 )
 def test_quantised_checkpoints(
     rank_pool: RankPool, tmp_path: Path, layout: ParallelLayout, fields: Mapping[str, Any], quantisation: Mapping[str, Any], pack: Any
 ) -> None:
     config = config_of(write_quantised(tmp_path, fields, quantisation, pack), cache_format="fp32")
-    prompts = [[(7 * place + number) % FIELDS["vocab_size"] for place in range(length)] for number, length in enumerate((3, 40, 70))]
+    prompts = [
+        [(7 * place + number) % CUTTABLE_FIELDS["vocab_size"] for place in range(length)] for number, length in enumerate((3, 40, 70))
+    ]
     check(rank_pool, layout, config, one_rank_answers(config, prompts, GREEDY), prompts, GREEDY, {})
 
 
@@ -225,7 +240,7 @@ def damage_last_token(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_logits_that_are_not_finite_are_a_fault_on_all_ranks(rank_pool: RankPool, tmp_path: Path, sampling: SamplingParameters) -> None:
     """Only one rank has the damaged part of the head, and it is not the one that draws."""
-    write_checkpoint(tmp_path, FIELDS, change=damage_last_token)
+    write_checkpoint(tmp_path, CUTTABLE_FIELDS, change=damage_last_token)
     with pytest.raises(RanksFailed) as caught:
         rank_pool.run(TWO, run_one, config_of(tmp_path), piece(range(20), sampling=sampling))
     assert {rank: error.kind for rank, error in caught.value.errors.items()} == {0: "EngineFault", 1: "EngineFault"}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from glm_runtime.ops.impl import Impl, check_shape, choose_impl
-from glm_runtime.ops.merge_topk import cpu, reference
+from glm_runtime.ops.merge_topk import cpu, native, reference
 
 __all__ = ["merge_topk"]
 
@@ -20,6 +20,10 @@ def merge_topk(scores: Tensor, tokens: Tensor, k: int, *, impl: Impl | None = No
         raise ValueError(f"merge_topk: scores are {scores.dtype}, tokens {tokens.dtype}; expected fp32 and int64")
     if k < 1:
         raise ValueError(f"merge_topk: k is {k}; expected at least 1")
-    if choose_impl(impl, scores) == "reference":
-        return reference.merge_topk(scores, tokens, k)
-    return cpu.merge_topk(scores, tokens, k)
+    match choose_impl(impl, scores):
+        case "native":
+            return native.merge_topk(scores, tokens, k)
+        case "cpu":
+            return cpu.merge_topk(scores, tokens, k)
+        case _:
+            return reference.merge_topk(scores, tokens, k)

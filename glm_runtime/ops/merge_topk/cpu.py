@@ -6,7 +6,7 @@ key = (score as an ordered int32) << 32 | (2^32 - 1 - token), as in `select_topk
 import torch
 from torch import Tensor
 
-from glm_runtime.ops.select_topk.cpu import ordered_ranks
+from glm_runtime.score_order import score_ranks
 
 _NO_TOKEN = -(2**63)
 _NO_POSITION = 2**62
@@ -15,7 +15,7 @@ _NO_POSITION = 2**62
 def merge_topk(scores: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Contract: `reference.merge_topk`."""
     num_rows = scores.shape[1]
-    ranks = ordered_ranks(scores.transpose(0, 1).flatten(1))
+    ranks = score_ranks(scores.transpose(0, 1).flatten(1))
     entries = tokens.transpose(0, 1).flatten(1)  # [T, W * K]
     keys = ranks.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(0xFFFFFFFF - entries)
     keys.masked_fill_(entries < 0, _NO_TOKEN)

@@ -7,7 +7,7 @@ the order of `select_topk`: when each rank gives the best of its own tokens, the
 import torch
 from torch import Tensor
 
-from glm_runtime.ops.select_topk.reference import order
+from glm_runtime.score_order import sort_key
 
 
 def merge_topk(scores: Tensor, tokens: Tensor, k: int) -> Tensor:
@@ -19,7 +19,7 @@ def merge_topk(scores: Tensor, tokens: Tensor, k: int) -> Tensor:
     lists = torch.full((scores.shape[1], k), -1, dtype=torch.int64)
     for row in range(scores.shape[1]):
         entries = zip(scores[:, row].flatten().tolist(), tokens[:, row].flatten().tolist(), strict=True)
-        ranked = sorted((*order(score), token) for score, token in entries if token >= 0)
+        ranked = sorted((*sort_key(score), token) for score, token in entries if token >= 0)
         best = sorted(token for _, _, token in ranked[:k])
         lists[row, : len(best)] = torch.tensor(best, dtype=torch.int64)
     return lists

@@ -3,10 +3,10 @@
 Order: larger score first, then smaller token index; -0.0 equals +0.0; NaN of either sign comes after everything else.
 """
 
-import math
-
 import torch
 from torch import Tensor
+
+from glm_runtime.score_order import sort_key
 
 
 def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
@@ -17,12 +17,7 @@ def select_topk(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """
     lists = torch.full((scores.shape[0], k), -1, dtype=torch.int64)
     for row, (values, count) in enumerate(zip(scores.tolist(), visible.tolist(), strict=True)):
-        ranked = sorted(range(count), key=lambda token: (*order(values[token]), token))
+        ranked = sorted(range(count), key=lambda token: (*sort_key(values[token]), token))
         best = sorted(ranked[:k])
         lists[row, : len(best)] = torch.tensor(best, dtype=torch.int64)
     return lists
-
-
-def order(score: float) -> tuple[bool, float]:
-    """What scores are sorted by, ascending: the better ones first."""
-    return (True, 0.0) if math.isnan(score) else (False, -score)

@@ -13,6 +13,8 @@ from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.native.build import are_kernels_expected
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.context import one_rank
+from glm_runtime.parallel.lock_step import LockStep
 from glm_runtime.recorded_forward import MOST_RECORDED_ROWS, Computed, RecordedForward
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
@@ -28,6 +30,7 @@ CONTEXT = 100
 """Beyond the 64 tokens that the indexer selects."""
 NUM_DRAFTS = 4
 
+ALONE = LockStep(one_rank().data)
 Told = list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -115,7 +118,7 @@ def assert_same(told: Told, expected: Told) -> None:
 @pytest.mark.parametrize("num_sequences", [1, 2, 3])
 def test_every_step_of_every_sequence(num_sequences: int) -> None:
     layer = Layer()
-    steps = DraftSteps(layer.mtp, layer.cache)
+    steps = DraftSteps(layer.mtp, layer.cache, ALONE)
     with torch.inference_mode():
         for start in (CONTEXT, 3, 62, CONTEXT - 1, 20):
             batch = layer.batch([(number, start, 2 + number) for number in range(num_sequences)])
@@ -128,7 +131,7 @@ def test_every_step_of_every_sequence(num_sequences: int) -> None:
 
 def test_numbers_of_sequences_take_turns() -> None:
     layer = Layer()
-    steps = DraftSteps(layer.mtp, layer.cache)
+    steps = DraftSteps(layer.mtp, layer.cache, ALONE)
     with torch.inference_mode():
         for count in (1, 3, 1, 2, 3, 1):
             batch = layer.batch([(number, CONTEXT, 1) for number in range(count)])
@@ -141,7 +144,7 @@ def test_numbers_of_sequences_take_turns() -> None:
 @pytest.mark.parametrize(("num_sequences", "choices"), [(MOST_RECORDED_ROWS + 1, {}), (2, {"numerics": "fast"}), (2, {"kernels": "torch"})])
 def test_what_is_not_recorded_is_computed_as_it_is_written(num_sequences: int, choices: dict[str, Any]) -> None:
     layer = Layer(num_sequences, **choices)
-    steps = DraftSteps(layer.mtp, layer.cache)
+    steps = DraftSteps(layer.mtp, layer.cache, ALONE)
     with torch.inference_mode():
         batch = layer.batch([(number, CONTEXT, 1) for number in range(num_sequences)])
         hidden, rows = layer.hidden(batch), torch.arange(num_sequences)

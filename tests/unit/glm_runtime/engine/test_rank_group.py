@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from glm_runtime.engine.group_messages import Beat, Begin, Failed, Loaded, RankTerms, Stop, decode, encode
+from glm_runtime.engine.group_messages import Beat, Begin, Failed, Loaded, RankTerms, Step, Stop, decode, encode
+from glm_runtime.engine.plan_codec import PlanDecoder
 from glm_runtime.engine.rank_follower import follow, join_group, wait_for_begin
-from glm_runtime.engine.rank_group import GroupLead, GroupRunner, RankGroupConfig, describe_difference
+from glm_runtime.engine.rank_group import GroupLead, GroupRunner, RankGroupConfig, RankWatch, describe_difference
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
+from glm_runtime.engine.step_runner import EMPTY_PLAN
 from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.parallel.layout import ParallelLayout
 from kv_transfer.config import WireConfig
@@ -196,6 +198,25 @@ def test_an_empty_plan_is_nobody_elses_business(group: Group) -> None:
     runner = GroupRunner(WORKER, Recording(), links, group.lead._watch)  # type: ignore[arg-type]
     runner.run(StepPlan(step_number=4, slices=()))
     assert len(recorded) == 1
+
+
+def test_where_other_workers_may_have_rows_an_empty_plan_is_every_rank_s() -> None:
+    class Taking:
+        def __init__(self) -> None:
+            self.frames: list[bytes] = []
+
+        def send(self, frame: bytes) -> None:
+            self.frames.append(frame)
+
+    class Idle:
+        def run(self, plan: StepPlan) -> StepResult:
+            return StepResult(step_number=plan.step_number, samples={}, is_idle=True)
+
+    link, watch = Taking(), RankWatch(WORKER, {}, WireConfig(), lambda fault: None)
+    runner = GroupRunner(WORKER, Idle(), {1: link}, watch, joins_others=True)  # type: ignore[dict-item]
+    assert runner.run(EMPTY_PLAN).is_idle
+    watch.stop()
+    assert [PlanDecoder().decode(message.plan) for message in map(decode, link.frames) if isinstance(message, Step)] == [EMPTY_PLAN]
 
 
 def test_a_rank_that_fails_in_a_step_is_named_with_its_reason(group: Group) -> None:

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from glm_runtime.native.library import choose_kernels
+from glm_runtime.ops.impl import Impl
 from glm_runtime.ops.merge_topk import merge_topk
 from glm_runtime.ops.select_topk import select_topk
 from glm_runtime.parallel.decode_context import BlockShare
@@ -14,9 +16,13 @@ NAN = float("nan")
 SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), NAN, -NAN, 1e-45, -1e-45, 3.4e38]
 
 
+IMPLS: tuple[Impl, ...] = ("cpu", "native") if choose_kernels("auto") else ("cpu",)
+
+
 def both(scores: Tensor, tokens: Tensor, k: int) -> list[list[int]]:
     chosen = merge_topk(scores, tokens, k, impl="reference")
-    assert torch.equal(merge_topk(scores, tokens, k, impl="cpu"), chosen)
+    for impl in IMPLS:
+        assert torch.equal(merge_topk(scores, tokens, k, impl=impl), chosen), impl
     return chosen.tolist()
 
 

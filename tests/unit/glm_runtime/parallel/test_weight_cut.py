@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glm_runtime.config import GlmConfig
@@ -18,42 +17,23 @@ from glm_runtime.parallel.weight_cut import Part, WeightCut, cut_weights
 from glm_runtime.tensor_table import loaded_weight_bytes, tensor_table
 from glm_runtime.weights import LayerWeights, MlpWeights, ModelWeights, MoeWeights, load_weights
 from tests.glm_checkpoints import (
+    CUTTABLE_FIELDS,
+    FP8_CONFIG,
     GLM53_FIELDS,
-    SMALL_FIELDS,
+    HEADS_OF_448_FIELDS,
+    NVFP4_CONFIG,
     nvfp4_tensors,
     quantise_tensors,
-    random_tensors,
     write_checkpoint,
     write_config,
+    write_quantised,
 )
 
-FIELDS = {**SMALL_FIELDS, "vocab_size": 196}
-HEADS_OF_448 = {
-    **FIELDS,
-    "qk_nope_head_dim": 192,
-    "qk_head_dim": 208,
-    "v_head_dim": 256,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-"""GLM-5.3's kv_b: the second head begins in the middle of a scale's 128 rows."""
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-Pack = Callable[[GlmConfig, dict[str, Tensor]], tuple[dict[str, Tensor], dict[str, Tensor]]]
-
-
-def write_quantised(directory: Path, fields: Mapping[str, Any], quantisation: Mapping[str, Any], pack: Pack) -> Path:
-    write_config(directory, {**fields, "quantization_config": quantisation})
-    config = GlmConfig.from_checkpoint(directory)
-    save_file(pack(config, random_tensors(config, seed=3))[0], directory / "model.safetensors")
-    return directory
-
-
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
-    "fp32": lambda directory: write_checkpoint(directory, FIELDS),
-    "bf16": lambda directory: write_checkpoint(directory, {**FIELDS, "dtype": "bfloat16"}),
-    "block-fp8 with heads of 448 rows": lambda directory: write_quantised(directory, HEADS_OF_448, FP8, quantise_tensors),
-    "nvfp4": lambda directory: write_quantised(directory, FIELDS, NVFP4, nvfp4_tensors),
+    "fp32": lambda directory: write_checkpoint(directory, CUTTABLE_FIELDS),
+    "bf16": lambda directory: write_checkpoint(directory, {**CUTTABLE_FIELDS, "dtype": "bfloat16"}),
+    "block-fp8 with heads of 448 rows": lambda directory: write_quantised(directory, HEADS_OF_448_FIELDS, FP8_CONFIG, quantise_tensors),
+    "nvfp4": lambda directory: write_quantised(directory, CUTTABLE_FIELDS, NVFP4_CONFIG, nvfp4_tensors),
 }
 
 
@@ -115,7 +95,7 @@ def assert_layer(parts: list[LayerWeights], whole: LayerWeights, *, is_expert_pa
 )
 def test_the_parts_of_all_ranks_are_the_whole(directory: Path, layout: ParallelLayout, is_packed: bool) -> None:
     whole = load(directory, is_packed=is_packed)
-    ranks = [load(directory, cut, is_packed=is_packed) for cut in cuts(layout, FIELDS["n_routed_experts"])]
+    ranks = [load(directory, cut, is_packed=is_packed) for cut in cuts(layout, CUTTABLE_FIELDS["n_routed_experts"])]
     assert torch.equal(joined([rank.embedding for rank in ranks], 0), whole.embedding)
     assert torch.equal(joined([rank.head for rank in ranks], 0), plain(whole.head))
     assert whole.mtp is not None
@@ -150,7 +130,7 @@ def test_a_decode_context_group_has_the_queries_of_all_its_heads() -> None:
 
 
 def test_replicated_queries_come_with_the_rows_of_their_heads(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, FIELDS)
+    write_checkpoint(tmp_path, CUTTABLE_FIELDS)
     whole = load(tmp_path).layers[0].attention
     for rank in range(4):
         own = load(tmp_path, cut_weights(ParallelLayout(tp_size=4, dcp_size=2), rank)).layers[0].attention
@@ -162,7 +142,7 @@ def test_replicated_queries_come_with_the_rows_of_their_heads(tmp_path: Path) ->
 
 
 def test_a_replicated_embedding_is_whole_everywhere(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, FIELDS)
+    write_checkpoint(tmp_path, CUTTABLE_FIELDS)
     layout = ParallelLayout(tp_size=2, replicates_embedding=True)
     for rank in range(2):
         weights = load(tmp_path, cut_weights(layout, rank))
@@ -171,7 +151,7 @@ def test_a_replicated_embedding_is_whole_everywhere(tmp_path: Path) -> None:
 
 
 def test_packed_operands_stay_gated(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, FIELDS)
+    write_checkpoint(tmp_path, CUTTABLE_FIELDS)
     mlp = load(tmp_path, cut_weights(ParallelLayout(tp_size=2), 1), is_packed=True).layers[0].mlp
     assert isinstance(mlp, MlpWeights)
     assert isinstance(mlp.gate_up, PackedMatrix)
