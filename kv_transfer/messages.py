@@ -405,10 +405,22 @@ class DrainWorker(_Message, frozen=True):
     deadline_s: float
 
 
+class WantWave(_Message, frozen=True):
+    """worker -> the gate of its replica: steps are needed; nobody here has been called to this wave of them."""
+
+    wave: int
+
+
+class BeginWave(_Message, frozen=True):
+    """gate -> every worker of the replica: make steps until nobody has rows in one."""
+
+    wave: int
+
+
 Message = (
     Challenge | Hello | PairHello | PairRefused | OpenSink | SinkReady | SinkBusy | StartSource | Progress | Seal | Complete
     | Resend | Validate | Valid | Stale | Taken | Keep | Cancel | Closed | Gone | Failed | Tokens | Ask | Ping | Report
-    | Subscribe | WorkerTable | DrainWorker
+    | Subscribe | WorkerTable | DrainWorker | WantWave | BeginWave
 )  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -1,6 +1,7 @@
 """The loop of both workers: take commands, decide, run, publish.
 
-Knows: the order of the four verbs, that only `run` leaves the control loop's thread, and that an idle loop sleeps.
+Knows: the order of the four verbs, that only `run` leaves the control loop's thread, and that an idle loop sleeps. A worker whose
+replica has others (`StepGate`) makes every step that they make, without rows where it has none, and no step without them.
 Does not know: what a plan is. All state belongs to the control loop's thread; while a step runs, that thread is free to
 serve connections and timers, so a worker must expect its state to change between `decide` and `publish`.
 """
@@ -17,6 +18,8 @@ from kv_transfer.errors import EngineFault
 
 PlanT = TypeVar("PlanT")
 ResultT = TypeVar("ResultT")
+GivenPlan = TypeVar("GivenPlan", covariant=True)
+GivenResult = TypeVar("GivenResult", contravariant=True)
 
 
 class StepWorker(Protocol[PlanT, ResultT]):
@@ -33,6 +36,20 @@ class StepWorker(Protocol[PlanT, ResultT]):
 
     def publish(self, plan: PlanT, result: ResultT, now_s: float) -> None:
         """Apply the step's result and tell whoever waits for it."""
+
+
+class StepGate(Protocol[GivenPlan, GivenResult]):
+    """What keeps a worker in step with the others of its replica; `EngineLoop.wake` when it opens. Called on the control loop's thread."""
+
+    @property
+    def empty_plan(self) -> GivenPlan:
+        """What is run where this worker has nothing to compute."""
+
+    def may_step(self, *, has_plan: bool) -> bool:
+        """Whether the next step is to be made now, with a plan or without. If not, and there is a plan, all are being called."""
+
+    def take(self, result: GivenResult) -> None:
+        """A step has returned."""
 
 
 class EngineThread:
@@ -85,11 +102,15 @@ def _result_setter(future: "asyncio.Future[ResultT]", result: ResultT) -> Callab
 
 
 class EngineLoop(Generic[PlanT, ResultT]):
-    """Runs a worker's steps back to back until `stop`, sleeping while it has none."""
+    """Runs a worker's steps back to back until `stop`, sleeping while it has none.
 
-    def __init__(self, worker: StepWorker[PlanT, ResultT], thread: EngineThread) -> None:
+    gate: of a worker whose replica has others. A plan may have to wait for it; no other is decided on meanwhile.
+    """
+
+    def __init__(self, worker: StepWorker[PlanT, ResultT], thread: EngineThread, gate: StepGate[PlanT, ResultT] | None = None) -> None:
         self._worker = worker
         self._thread = thread
+        self._gate = gate
         self._work_came = asyncio.Event()
         self._stopping = False
         self._step_started_s: float | None = None
@@ -109,16 +130,28 @@ class EngineLoop(Generic[PlanT, ResultT]):
 
     async def run(self) -> None:
         """Turn the loop. Raises EngineFault when a step does: what the model or the pool holds then is not known."""
+        plan: PlanT | None = None
         while not self._stopping:
             self._work_came.clear()
-            now_s = time.monotonic()
-            self._worker.take_commands(now_s)
-            plan = self._worker.decide(now_s)
             if plan is None:
+                now_s = time.monotonic()
+                self._worker.take_commands(now_s)
+                plan = self._worker.decide(now_s)
+            if self._gate is not None and self._gate.may_step(has_plan=plan is not None):
+                self._gate.take(await self._step(self._gate.empty_plan if plan is None else plan, is_own=plan is not None))
+            elif self._gate is None and plan is not None:
+                await self._step(plan, is_own=True)
+            else:
                 await self._work_came.wait()
                 continue
-            result = await self._run_step(plan)
+            plan = None
+
+    async def _step(self, plan: PlanT, *, is_own: bool) -> ResultT:
+        """Run a plan; of one that is not the worker's own there is nothing to publish."""
+        result = await self._run_step(plan)
+        if is_own:
             self._worker.publish(plan, result, time.monotonic())
+        return result
 
     async def _run_step(self, plan: PlanT) -> ResultT:
         self._step_started_s = time.monotonic()

@@ -79,6 +79,7 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[prefill.parallel]\ntp_size = 3", "prefill.parallel: tp_size is 3, which does not divide the model's num_attention_heads"),
         ("[prefill.parallel]\ndcp_size = 2", "prefill.parallel.dcp_size: is 2: ranks that share a sequence's cache are for decode"),
         ("[prefill.parallel]\ndp_size = 2", "prefill.parallel.dp_size: is 2: data parallelism is for decode"),
+        ("[decode.parallel]\ndp_size = 2\nis_expert_parallel = true", "decode.parallel.dp_size: is 2: the cluster does not start workers"),
         ("[decode.parallel]\npcp_size = 2", "decode.parallel.pcp_size: is 2: ranks that share a prompt's rows are for prefill"),
         ("[decode.parallel]\ntp_size = 2", "router.local_prefill_below_tokens: is 0: hand-off to decode workers of several ranks"),
         ("[runtime]\ncheckpoint = 'nowhere'", "runtime.checkpoint: there is no directory"),

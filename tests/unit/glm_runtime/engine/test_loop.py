@@ -138,6 +138,86 @@ def test_stop_lets_the_running_step_end() -> None:
     assert worker.seen == ["take", "decide", "publish"]
 
 
+class HandGate:
+    """Opens and closes by hand; a closed one notes who asks. Closes after a step without rows."""
+
+    empty_plan = -1
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.asked: list[bool] = []
+        self.taken: list[int] = []
+
+    def may_step(self, *, has_plan: bool) -> bool:
+        if not self.is_open:
+            self.asked.append(has_plan)
+        return self.is_open
+
+    def take(self, result: int) -> None:
+        self.taken.append(result)
+        self.is_open = result != -2
+
+
+def test_a_plan_waits_for_the_gate_and_then_runs_as_it_was() -> None:
+    worker, gate = CountingWorker(2), HandGate()
+
+    async def main() -> None:
+        thread = EngineThread("gated")
+        loop = EngineLoop(worker, thread, gate)
+        running = asyncio.create_task(loop.run())
+        await until(lambda: gate.asked)
+        loop.wake()  # for whatever: no other plan is decided on
+        await until(lambda: len(gate.asked) == 2)
+        assert worker.seen == ["take", "decide"]
+        gate.is_open = True
+        loop.wake()
+        await until(lambda: gate.asked[-1] is False)
+        loop.stop()
+        await running
+        assert thread.stop(5.0)
+
+    asyncio.run(main())
+    assert gate.taken == [2, 0, -2], "two plans, and a step without rows that closes the gate"
+    assert worker.seen.count("publish") == 2
+    assert gate.asked == [True, True, False]
+
+
+def test_a_worker_without_plans_is_called_to_steps_and_publishes_nothing() -> None:
+    worker, gate = CountingWorker(0), HandGate()
+
+    async def main() -> None:
+        thread = EngineThread("gated")
+        loop = EngineLoop(worker, thread, gate)
+        running = asyncio.create_task(loop.run())
+        await until(lambda: gate.asked)
+        gate.is_open = True
+        loop.wake()
+        await until(lambda: gate.taken)
+        loop.stop()
+        await running
+        assert thread.stop(5.0)
+
+    asyncio.run(main())
+    assert gate.taken == [-2]
+    assert "publish" not in worker.seen
+
+
+def test_a_stopped_loop_leaves_a_plan_that_waits_for_the_gate() -> None:
+    worker, gate = CountingWorker(1), HandGate()
+
+    async def main() -> None:
+        thread = EngineThread("gated")
+        loop = EngineLoop(worker, thread, gate)
+        running = asyncio.create_task(loop.run())
+        await until(lambda: gate.asked)
+        loop.stop()
+        await running
+        assert thread.stop(5.0)
+
+    asyncio.run(main())
+    assert not worker.threads, "no step was run"
+
+
 def test_a_hung_call_does_not_keep_the_thread_from_being_given_up() -> None:
     gate = threading.Event()
 
