@@ -145,12 +145,23 @@ class WorkerEntry(_Part, frozen=True):
     rank_pids: tuple[int, ...] = ()
 
 
+class RankOffer(_Part, frozen=True):
+    """What PeerOffer says of rank 0, of another rank: its agent for this pair and its pool."""
+
+    agent_name: str
+    agent_metadata: bytes
+    base_address: int
+    num_blocks: int
+    device_id: int = 0
+
+
 class PeerOffer(_Part, frozen=True):
-    """The part of HELLO that two workers exchange: what must agree, and where the pool lies.
+    """The part of HELLO that two workers exchange: what must agree, and where the pools lie.
 
     agent_metadata: the transport's description of this pair's own agent. base_address, block_bytes, num_blocks: the pool;
-    block `num_blocks` is the probe block (`geometry.py`). numerics, kernels: in which mode and with which kernels the worker computes;
-    empty where a worker does not say.
+    block `num_blocks` is the probe block (`geometry.py`). All these are of rank 0, and `other_ranks` says the same of ranks 1, 2 ...
+    num_homes: on how many homes the blocks lie (`geometry.CacheSharding`). numerics, kernels: in which mode and with which kernels the
+    worker computes; empty where a worker does not say.
     """
 
     fingerprint: str
@@ -166,6 +177,8 @@ class PeerOffer(_Part, frozen=True):
     device_id: int = 0
     numerics: str = ""
     kernels: str = ""
+    num_homes: int = 1
+    other_ranks: tuple[RankOffer, ...] = ()
 
 
 # -- opening a connection ------------------------------------------------------------------------------------------------
