@@ -3,7 +3,6 @@
 Every prompt is handed off between workers that are cut differently: blocks go from the rank that serves them to their homes.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,31 +11,9 @@ from kv_transfer.messages import SamplingParameters
 from tests.glm_checkpoints import TINY
 from tests.prompts import make_prompt
 from tests.rank_answers import assert_answers, config_of, one_rank_answers
-from tests.running_cluster import RunningCluster, start_cluster, token_ids
+from tests.running_cluster import RunningCluster, token_ids
 
 pytestmark = pytest.mark.cluster
-
-CONFIG = """
-[prefill.parallel]
-pcp_size = 2
-[decode.parallel]
-tp_size = 2
-dcp_size = 2
-[runtime]
-max_step_tokens = 512
-cache_bytes = 67108864
-"""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RunningCluster]:
-    running = start_cluster(config=CONFIG)
-    try:
-        running.wait_until_serving()
-        yield running
-        running.wait_until_quiescent()
-    finally:
-        running.stop()
 
 
 def test_pcp_feeds_dcp_and_the_tokens_are_those_of_one_rank(ranks: RunningCluster) -> None:

@@ -115,6 +115,14 @@ def test_a_value_from_the_command_line_is_blamed_on_its_option() -> None:
         load_config(None, [Option("cluster.num_prefill_workers", "--prefill", 0)])
 
 
+def test_options_reach_sections_within_sections(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[decode.parallel]\ntp_size = 4\nis_expert_parallel = true")
+    config, _ = load_config(tmp_path / "a.toml", [Option("decode.parallel.tp_size", "--decode-tp", 2)])
+    assert (config.decode.parallel.tp_size, config.decode.parallel.is_expert_parallel) == (2, True)
+    with pytest.raises(ConfigError, match=r"--prefill-tp \(prefill\.parallel\.tp_size\): is 0; it must be above 0"):
+        load_config(None, [Option("prefill.parallel.tp_size", "--prefill-tp", 0)])
+
+
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[gateway]\nport = 1\nhost = 'a'")
     config, _ = load_config(tmp_path / "a.toml", [Option("gateway.port", "--port", 2)])
