@@ -326,7 +326,9 @@ class DecodeEngine:
             self._cache_full(step.rows)
 
     def _cache_full(self, rows: Sequence[DecodeSequence]) -> None:
-        """Cache what rows have filled in the last steps. Together, as it then costs half; who ends or is preempted is cached before."""
+        """Cache what rows have filled in the last steps. Together, as it then costs half. Who ends or is preempted is cached before;
+        of a request that is given up, what it filled since the last time is not.
+        """
         size, running = self._limits.block_size_tokens, Phase.RUNNING
         for sequence in rows:
             if sequence.num_stored_tokens // size > sequence.num_published_blocks and sequence.phase is running and not sequence.is_dropped:

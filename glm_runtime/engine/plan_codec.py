@@ -1,7 +1,7 @@
 """A step plan as bytes, for the ranks that did not decide it: of a block table and of parameters, only what has changed.
 
 Knows: what the other ranks must be told, and what both ends remember of the last plan. Does not know how bytes travel
-(`step_channel.py`). Encoder and decoder are mirrors: each frame of one encoder goes to each of its decoders once, in order.
+(`rank_group.py`). Encoder and decoder are mirrors: each frame of one encoder goes to each of its decoders once, in order.
 """
 
 from collections.abc import Sequence

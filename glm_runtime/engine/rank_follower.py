@@ -162,6 +162,8 @@ class FollowerService:
         link, party = dial_rank(self._identity.secret, self._me, *leader, self._wire, self._group.start_timeout_s)
         with self._lock:
             self._link = link
+            if self._is_stopped.is_set():  # it came between the address and the connection
+                link.close()
         try:
             self._serve(link, leader[0], party)
         except PeerLost:
@@ -186,9 +188,10 @@ class FollowerService:
 
     def _wait_for_leader(self) -> tuple[str, int] | None:
         try:
-            return self._leader.get(timeout=self._group.start_timeout_s)
+            leader = self._leader.get(timeout=self._group.start_timeout_s)
         except queue.Empty:
             raise TransferTimeout(f"nobody said where rank 0 is within {self._group.start_timeout_s:g} s") from None
+        return None if self._is_stopped.is_set() else leader
 
     def _serve(self, link: RankLink, leader_host: str, leader: Party) -> None:
         context = join_group(link, self._rank, self._group, leader_host=leader_host, host=self._identity.host)

@@ -250,7 +250,9 @@ class GroupLead:
             try:
                 self._admit(max(0.0, deadline_s - time.monotonic()), self._transfers_listener, self._take_transfers)
             except TransferTimeout as error:
-                raise EngineFault(f"ranks {missing} of {self._me.party_id} have not connected their transfers") from error
+                raise EngineFault(
+                    f"ranks {missing} of {self._me.party_id} have not connected their transfers within {self._config.start_timeout_s:g} s"
+                ) from error
         self._transfers_listener.close()
         return tuple(self._transfer_links[rank] for rank in sorted(self._transfer_links))
 
