@@ -67,6 +67,10 @@ def _make_parser() -> argparse.ArgumentParser:
 SERVE_OPTIONS = (
     ("--prefill", "cluster.num_prefill_workers", int, "N", "prefill workers (default 1)"),
     ("--decode", "cluster.num_decode_workers", int, "N", "decode workers (default 1)"),
+    ("--prefill-tp", "prefill.parallel.tp_size", int, "N", "ranks of a prefill worker that share heads and columns (default 1)"),
+    ("--prefill-pcp", "prefill.parallel.pcp_size", int, "N", "ranks of a prefill worker that share a prompt's rows (default 1)"),
+    ("--decode-tp", "decode.parallel.tp_size", int, "N", "ranks of a decode worker that share heads and columns (default 1)"),
+    ("--decode-dcp", "decode.parallel.dcp_size", int, "N", "of these, ranks that share each request's cache (default 1)"),
     ("--host", "gateway.host", str, "HOST", "address the gateway listens on (default 127.0.0.1)"),
     ("--port", "gateway.port", int, "PORT", "port the gateway listens on (default 8000; 0 takes a free one)"),
     ("--checkpoint", "runtime.checkpoint", str, "DIR", "checkpoint to serve (default: the shipped one)"),

@@ -286,12 +286,6 @@ def _check_against_model(config: ServeConfig, model: GlmConfig) -> Iterator[Mist
         return
     resolved = resolve(config, model, num_cores=1)
     admitted = resolved.gateway.max_model_len_tokens
-    if config.decode.parallel.num_ranks > 1 and config.router.local_prefill_below_tokens < admitted:
-        yield Mistake(
-            "router.local_prefill_below_tokens",
-            f"is {config.router.local_prefill_below_tokens}: hand-off to decode workers of several ranks is not built yet; let them "
-            f"compute every prompt themselves, {admitted} or more",
-        )
     needed = -(-admitted // layout.block_size_tokens)
     num_blocks = config.runtime.cache_bytes // layout.block_bytes * config.decode.parallel.dcp_size
     if num_blocks < needed:

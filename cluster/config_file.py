@@ -68,9 +68,12 @@ def _read_toml(file: Path) -> dict[str, Any]:
 def _apply_defaults_and_options(tree: dict[str, Any], options: Iterable[Option], base: Path) -> None:
     """Fill in what the dataclasses cannot default, read relative paths from the file's folder, and let options win."""
     for option in options:
-        section, name = option.path.split(".")
-        if isinstance(tree.setdefault(section, {}), dict):
-            tree[section][name] = option.value
+        *sections, name = option.path.split(".")
+        part: Any = tree
+        for section in sections:
+            part = part.setdefault(section, {}) if isinstance(part, dict) else None
+        if isinstance(part, dict):
+            part[name] = option.value
     runtime = tree.setdefault("runtime", {})
     if isinstance(runtime, dict):
         checkpoint = runtime.setdefault("checkpoint", str(SHIPPED_CHECKPOINT))

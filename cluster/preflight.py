@@ -69,8 +69,10 @@ def check_memory(config: ServeConfig) -> None:
     weight_bytes = {pool.role: expected_weight_bytes(model, config.runtime_of(pool.role)) for pool in config.pools}
     needed, available = needed_memory_bytes(config, weight_bytes), psutil.virtual_memory().available
     if needed > available:
+        num_workers = sum(pool.num_workers for pool in config.pools)
+        who = f"{num_workers} workers" if num_workers == config.num_ranks else f"{config.num_ranks} ranks of {num_workers} workers"
         raise ConfigError(
-            f"{config.num_ranks} ranks of workers need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
+            f"{who} need about {needed // MIB} MiB, {available // MIB} MiB are available; lower it "
             f"(now {config.runtime.cache_bytes // MIB} MiB each) or start fewer workers",
             path="runtime.cache_bytes",
         )

@@ -19,7 +19,6 @@ OF_THE_OTHER_ROLE: Mapping[Role, Mapping[str, str]] = {
 }
 
 NOT_BUILT: Mapping[str, str] = {
-    "dcp_size": "sharing a sequence's cache is not built yet",
     "dp_size": "the cluster does not start workers that share experts yet; leave it at 1 and raise cluster.num_decode_workers",
 }
 

@@ -75,6 +75,7 @@ def make_following_service(spec: WorkerSpec) -> FollowingService:
     """The service of any other rank. Imports torch; raises ConfigError and OSError."""
     from glm_runtime.engine.rank_follower import FollowerService
     from glm_runtime.engine.rank_group import RankGroupConfig
+    from kv_transfer.transports.nixl import NixlTransport
 
     config = spec.config
     runtime = config.runtime_of(spec.role)
@@ -83,7 +84,16 @@ def make_following_service(spec: WorkerSpec) -> FollowingService:
         step_timeout_s=(config.prefill if spec.role == "prefill" else config.decode).step_timeout_s,
         start_timeout_s=config.cluster.restart.start_timeout_s,
     )
-    return FollowerService(_identity(spec), spec.role, spec.rank, runtime, group, config.wire)
+    return FollowerService(
+        _identity(spec),
+        spec.role,
+        spec.rank,
+        runtime,
+        group,
+        config.wire,
+        lambda me, memory: NixlTransport(me, memory, config.transport),
+        config.transport.poll_interval_s,
+    )
 
 
 def _identity(spec: WorkerSpec) -> "WorkerIdentity":

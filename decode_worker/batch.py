@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from decode_worker.sequences import DecodeSequence, DecodeSequences, Phase
 from kv_transfer.identity import SequenceId
 
+NO_END_OF_SLOTS = 1 << 30
+"""More than anybody asks for: who ends in the blocks it has takes none ahead of others."""
+
 
 @dataclass(kw_only=True, slots=True)
 class DecodeBatch:
@@ -28,8 +31,12 @@ class DecodeBatch:
             self.num_roomy_steps = 0
 
     def free_slots(self, block_size_tokens: int) -> tuple[int, ...]:
-        """Tokens that each can still store in the blocks it has."""
-        return tuple([len(sequence.block_table) * block_size_tokens - sequence.num_stored_tokens for sequence in self.sequences])
+        """Tokens that each can still store in the blocks it has; NO_END_OF_SLOTS where it can store all that it may still have."""
+        slots = []
+        for sequence in self.sequences:
+            capacity = len(sequence.block_table) * block_size_tokens
+            slots.append(NO_END_OF_SLOTS if capacity >= sequence.end_tokens else capacity - sequence.num_stored_tokens)
+        return tuple(slots)
 
     def look_ahead(self, block_size_tokens: int, max_rows: int) -> None:
         """Count the steps of at most `max_rows` rows for each that have room after the one that is planned now."""

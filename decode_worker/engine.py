@@ -23,7 +23,7 @@ from glm_runtime.engine.step_holders import StepHolders
 from glm_runtime.engine.step_meter import StepMeter
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.runtime_config import MOST_DRAFTS
-from kv_transfer.block_pool import CACHE, HolderKind
+from kv_transfer.block_pool import CACHE, EXCHANGE, HolderKind
 from kv_transfer.identity import BlockId, PeerId, SequenceId
 from kv_transfer.messages import TokenDelta
 
@@ -86,11 +86,12 @@ class DecodeEngine:
         slices += [self._chunk(sequence, chunk) for chunk, sequence in chunks]
         self._num_decode_rows = len(plan.rows) + sum(plan.row_drafts) if not chunks else 0
         self._num_prefill_tokens = sum([chunk.num_tokens for chunk, _ in chunks if chunk.num_tokens > 1])
-        if not slices:
+        copies = self._holders.launch_copies()
+        if not slices and not copies:
             return None
         self._in_step = step
         self._holders.launch((*step.row_ids, *[sequence.sequence_id for sequence in step.chunks]))
-        return StepPlan(step_number=self.meter.start(now_s), slices=tuple(slices), stop_rule=self.drafts.stop_rule)
+        return StepPlan(step_number=self.meter.start(now_s), slices=tuple(slices), stop_rule=self.drafts.stop_rule, copies=copies)
 
     def run(self, plan: StepPlan) -> StepResult:
         """One forward on the engine thread."""
@@ -127,7 +128,8 @@ class DecodeEngine:
         return plan
 
     def _view(self, batch: DecodeBatch, is_roomy: bool) -> DecodeView:
-        running, num_available = batch.sequences, self._model.pool.num_unpromised
+        running, pool = batch.sequences, self._model.pool
+        num_available = pool.unpromised_by_home()
         self.drafts.choose(len(running))
         num_drafts = self._num_drafts(running, self.drafts.num_drafts) if self.drafts.num_drafts else ()
         free_slots = batch.free_slots(self._limits.block_size_tokens) if not is_roomy else ()
@@ -135,11 +137,12 @@ class DecodeEngine:
             running=batch.ids,
             free_slots=free_slots,
             credit_blocks=self._credit_blocks(running, free_slots, num_drafts) if not is_roomy else (),
-            freed_blocks=tuple(map(self._freed_blocks, running)) if free_slots.count(0) > num_available else (),
+            freed_blocks=tuple(map(self._freed_blocks, running)) if free_slots.count(0) > min(num_available) else (),
             filling=tuple(map(_demand_of, self._sequences.drawable(Phase.FILLING))),
             preempted=tuple(map(self._preempted, self._sequences.in_phase(Phase.PREEMPTED))),
             num_available_blocks=num_available,
             num_drafts=num_drafts,
+            next_homes=tuple([len(sequence.block_table) % pool.num_homes for sequence in running]) if pool.num_homes > 1 else (),
         )
 
     def _credit_blocks(self, running: Sequence[DecodeSequence], free_slots: Sequence[int], num_drafts: Sequence[int]) -> tuple[int, ...]:
@@ -166,18 +169,24 @@ class DecodeEngine:
         )
         return num_drafts if max(num_drafts, default=0) <= num_wanted else tuple([min(number, num_wanted) for number in num_drafts])
 
-    def _freed_blocks(self, sequence: DecodeSequence) -> int:
-        """Blocks that nobody else uses, and what is promised to the sequence and not taken."""
-        return sum(map(self._is_exclusive, sequence.block_table)) + self._receiver.credit_blocks(sequence)
+    def _freed_blocks(self, sequence: DecodeSequence) -> tuple[int, ...]:
+        """Blocks of each home that nobody else uses, and what is promised to the sequence and not taken."""
+        pool, table = self._model.pool, sequence.block_table
+        freed = list(pool.by_home(self._receiver.credit_blocks(sequence), len(table)))
+        for block_id in filter(self._is_exclusive, table):
+            freed[block_id % pool.num_homes] += 1
+        return tuple(freed)
 
     def _is_exclusive(self, block_id: BlockId) -> bool:
         """Held by one request: its REQUEST and its STEP at most, and perhaps the cache."""
         holders = self._model.pool.holders(block_id)
+        if EXCHANGE in holders:
+            return False  # the next step copies it, whoever has left by then
         return sum(holder.kind is HolderKind.REQUEST for holder in holders) == 1 and len(holders - {CACHE}) <= 2
 
     def _preempted(self, sequence: DecodeSequence) -> PreemptedSequence:
         num_blocks = -(-sequence.num_tokens // self._limits.block_size_tokens)
-        return PreemptedSequence(sequence_id=sequence.sequence_id, num_new_blocks=num_blocks)
+        return PreemptedSequence(sequence_id=sequence.sequence_id, num_new_blocks=self._model.pool.by_home(num_blocks))
 
     def _make_room(self, plan: DecodePlan, now_s: float) -> None:
         for sequence in self._known(plan.preempt):
@@ -317,7 +326,9 @@ class DecodeEngine:
             self._cache_full(step.rows)
 
     def _cache_full(self, rows: Sequence[DecodeSequence]) -> None:
-        """Cache what rows have filled in the last steps. Together, as it then costs half; who ends or is preempted is cached before."""
+        """Cache what rows have filled in the last steps. Together, as it then costs half. Who ends or is preempted is cached before;
+        of a request that is given up, what it filled since the last time is not.
+        """
         size, running = self._limits.block_size_tokens, Phase.RUNNING
         for sequence in rows:
             if sequence.num_stored_tokens // size > sequence.num_published_blocks and sequence.phase is running and not sequence.is_dropped:

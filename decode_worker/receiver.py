@@ -21,7 +21,18 @@ from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import open_history
 from kv_transfer.block_pool import BlockPool
 from kv_transfer.errors import InvalidRequest, TransferError
-from kv_transfer.handoff import DestroyAgent, Dropped, Effect, FillLocally, PostRead, Ready, RecordArrived, Send, SuspectPeer
+from kv_transfer.handoff import (
+    DestroyAgent,
+    Dropped,
+    Effect,
+    FillLocally,
+    PostRead,
+    Ready,
+    RecordArrived,
+    Send,
+    ShareBlocks,
+    SuspectPeer,
+)
 from kv_transfer.identity import PackedTokens, PeerId, SequenceId, TransferId, count_tokens, peer_id
 from kv_transfer.messages import Ask, Failed, FailureKind, HandoffRecord, Message, OpenSink
 from kv_transfer.sink_session import SinkSession
@@ -225,6 +236,9 @@ class Receiver:
                     self._pairs.suspect(peer)
                 case DestroyAgent(peer):
                     self._pairs.destroy(peer)
+                case ShareBlocks(copies):
+                    self._holders.copy_later(copies)
+                    self._outside.wake()
                 case RecordArrived(transfer, record):
                     self._take_record(self._of(transfer), record, now_s)
                 case Ready(transfer):

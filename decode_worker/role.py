@@ -51,11 +51,19 @@ class DecodeRole:
             model.layout,
             transport.destroying_proven,
             hidden_state_bytes=model.hidden_state_bytes,
+            sharding=model.sharding,
         )
         callbacks = TransferCallbacks(on_done=self._read_done, on_failed=self._read_failed, on_destroyed=self._agent_destroyed)
         self._transfers = TransferThread(transport, asyncio.get_running_loop(), callbacks, network.transport.poll_interval_s)
         self._reads = Reads(self._transfers, model.memory.block_bytes)
-        terms = PairTerms.of_pool(model.layout, model.weights_version, model.memory, numerics=model.numerics, kernels=model.kernels)
+        terms = PairTerms.of_pool(
+            model.layout,
+            model.weights_version,
+            model.memory,
+            sharding=model.sharding,
+            numerics=model.numerics,
+            kernels=model.kernels,
+        )
         self._pairs = PrefillPairs(terms, self._transfers, self._reads, outside, network, random.Random(me.incarnation))
         self._grammars = GrammarDesk(model.grammars, time.monotonic)
         self._receiver = Receiver(

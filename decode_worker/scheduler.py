@@ -7,12 +7,13 @@ Rows come first, oldest first. A row whose blocks are full takes one more, from 
 when neither is left the youngest running sequence gives up its own, and never one that is older than the row in need. So the
 oldest always moves on, and since each request alone fits the pool (`receiver.py` refuses others), all of them end. What is
 preempted comes back oldest first, and only into room that the running ones will not need at once.
+Where ranks share a sequence's cache, blocks are counted by home (`BlockPool`): a free block of another home helps nobody.
 Rows of drafts (`speculative.py`) get what is left then.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import sub
+from operator import add, sub
 
 import msgspec
 
@@ -36,10 +37,10 @@ class DecodeLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptedSequence:
-    """A sequence without blocks. To go on it fills `num_new_blocks` of them again, by computing or from the cache."""
+    """A sequence without blocks. To go on it fills `num_new_blocks` of them, by home, again, by computing or from the cache."""
 
     sequence_id: SequenceId
-    num_new_blocks: int
+    num_new_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,21 +50,27 @@ class DecodeView:
     free_slots: tokens that each running sequence can still store in the blocks it has; may be empty where `credit_blocks` is.
     credit_blocks: blocks that are promised to it, 0 where all its rows have a free slot; empty where those of all sequences have, which
     spares `decide` the search.
-    freed_blocks: what preempting it would add to `num_available_blocks`; may be empty while that covers one block for each without a free
-    slot.
+    freed_blocks: what preempting it would add to `num_available_blocks`; may be empty while that covers one block of any home for each
+    without a free slot.
     num_drafts: rows that each would like beyond its one; empty is none for all.
     filling: prompts computed here, whose blocks are allocated already.
-    num_available_blocks: blocks that can be had now and are promised to nobody.
+    num_available_blocks: blocks of each home that can be had now and are promised to nobody.
+    next_homes: the home of the next block of each running sequence; empty where there is one home.
     """
 
     running: tuple[SequenceId, ...]
     free_slots: tuple[int, ...]
     credit_blocks: tuple[int, ...]
-    freed_blocks: tuple[int, ...]
+    freed_blocks: tuple[tuple[int, ...], ...]
     filling: tuple[PrefillDemand, ...]
     preempted: tuple[PreemptedSequence, ...]
-    num_available_blocks: int
+    num_available_blocks: tuple[int, ...]
     num_drafts: tuple[int, ...] = ()
+    next_homes: tuple[int, ...] = ()
+
+    def next_home(self, index: int) -> int:
+        """The home of the next block of one running sequence."""
+        return self.next_homes[index] if self.next_homes else 0
 
 
 class DecodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +91,11 @@ class DecodePlan(msgspec.Struct, frozen=True, kw_only=True):
 class _Rows:
     """Running sequences while they are planned, by their place in the view.
 
-    left_blocks: those that nobody was promised. num_kept: the youngest, from there on, are preempted. waiting: places that run no row,
-    for want of a block. drafts: of each place.
+    left_blocks: by home, those that nobody was promised. num_kept: the youngest, from there on, are preempted. waiting: places that run
+    no row, for want of a block. drafts: of each place.
     """
 
-    left_blocks: int
+    left_blocks: list[int]
     num_kept: int
     drafts: Sequence[int]
     grown: set[int] = field(default_factory=set)
@@ -128,7 +135,7 @@ def _columns(view: DecodeView, planned: _Rows, max_rows: int) -> tuple[tuple[Seq
 
 
 def _plan_rows(view: DecodeView, limits: DecodeLimits) -> _Rows:
-    rows = _Rows(view.num_available_blocks, len(view.running), view.num_drafts)
+    rows = _Rows(list(view.num_available_blocks), len(view.running), view.num_drafts)
     if not view.credit_blocks:  # nobody needs a block
         return rows
     if 0 in view.free_slots:
@@ -146,10 +153,11 @@ def _grow_ahead(view: DecodeView, rows: _Rows, ahead_tokens: int) -> None:
     if not ahead_tokens or view.preempted or rows.num_kept < len(view.running):
         return
     for index in [index for index, free_slots in enumerate(view.free_slots) if free_slots < ahead_tokens]:
-        if rows.left_blocks <= len(view.running):
+        home = view.next_home(index)
+        if rows.left_blocks[home] <= len(view.running):
             return
         if index not in rows.grown:
-            rows.left_blocks -= 1
+            rows.left_blocks[home] -= 1
             rows.grown.add(index)
 
 
@@ -159,13 +167,14 @@ def _move_all(view: DecodeView, rows: _Rows) -> None:
         if index >= rows.num_kept:
             break
         beyond_credit = view.credit_blocks[index] == 0
-        while beyond_credit and rows.left_blocks < 1 and rows.num_kept > index + 1:
+        home = view.next_home(index)
+        while beyond_credit and rows.left_blocks[home] < 1 and rows.num_kept > index + 1:
             rows.num_kept -= 1
-            rows.left_blocks += view.freed_blocks[rows.num_kept]
-        if beyond_credit and rows.left_blocks < 1:  # the rest is being filled or drained: it keeps what it has and waits
+            rows.left_blocks = list(map(add, rows.left_blocks, view.freed_blocks[rows.num_kept]))
+        if beyond_credit and rows.left_blocks[home] < 1:  # the rest is being filled or drained: it keeps what it has and waits
             rows.waiting.add(index)
             continue
-        rows.left_blocks -= beyond_credit
+        rows.left_blocks[home] -= beyond_credit
         rows.grown.add(index)
 
 
@@ -183,22 +192,23 @@ def _room_for_drafts(view: DecodeView, rows: _Rows, block_size_tokens: int) -> l
             free_slots += block_size_tokens
         else:
             beyond_credit = view.credit_blocks[index] == 0
-            if not beyond_credit or (rows.left_blocks > 0 and may_take):
-                rows.left_blocks -= beyond_credit
+            home = view.next_home(index)
+            if not beyond_credit or (rows.left_blocks[home] > 0 and may_take):
+                rows.left_blocks[home] -= beyond_credit
                 rows.grown.add(index)
                 free_slots += block_size_tokens
         drafts[index] = min(drafts[index], free_slots - 1)
     return drafts
 
 
-def _choose_resumed(view: DecodeView, left_blocks: int) -> tuple[SequenceId, ...]:
-    """The oldest preempted ones that leave a block for each sequence that runs or fills; alone, one needs to leave none."""
+def _choose_resumed(view: DecodeView, left_blocks: Sequence[int]) -> tuple[SequenceId, ...]:
+    """The oldest preempted ones that leave a block, of any home, for each sequence that runs or fills; alone, one needs to leave none."""
     num_others = len(view.running) + len(view.filling)
     resumed: list[SequenceId] = []
     for sequence in view.preempted:
-        if sequence.num_new_blocks + num_others > left_blocks:
+        left_blocks = list(map(sub, left_blocks, sequence.num_new_blocks))
+        if min(left_blocks) < num_others:
             break
-        left_blocks -= sequence.num_new_blocks
         num_others += 1
         resumed.append(sequence.sequence_id)
     return tuple(resumed)

@@ -15,6 +15,7 @@ from glm_runtime.runtime_config import RuntimeConfig
 from kv_transfer.identity import Incarnation
 from kv_transfer.link import Party
 from kv_transfer.messages import WorkerAddress
+from kv_transfer.transports.group import GroupTransport
 from kv_transfer.transports.nixl import NixlTransport
 
 
@@ -34,7 +35,9 @@ class DecodeService:
         start_timeout_s: float = DEFAULT_START_TIMEOUT_S,
     ) -> None:
         def make_role(model: LoadedModel, outside: Outside, me: Party) -> DecodeRole:
-            return DecodeRole(model, outside, me, decode_config, network, NixlTransport(me.peer_id, model.memory, network.transport))
+            own = NixlTransport(me.peer_id, model.memory, network.transport)
+            transport = GroupTransport.of_worker(own, model.memory, model.sharding, model.rank_links, network.transport.rank_timeout_s)
+            return DecodeRole(model, outside, me, decode_config, network, transport)
 
         timing = ShellTiming(
             tick_interval_s=decode_config.tick_interval_s,

@@ -69,7 +69,10 @@ def strides_in_bytes(planes: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class PagedCache:
-    """All regions of a pool. `num_blocks` blocks of `layout.block_bytes` at the start of `buffer`; the rest is not touched."""
+    """All regions of a pool. `num_blocks` blocks of `layout.block_bytes` at the start of `buffer`; the rest is not touched.
+
+    blocks: [num_blocks, block_bytes] uint8, the same bytes as they are.
+    """
 
     def __init__(self, layout: CacheLayout, buffer: memoryview, num_blocks: int) -> None:
         num_bytes = num_blocks * layout.block_bytes
@@ -79,6 +82,7 @@ class PagedCache:
         self.num_blocks = num_blocks
         self.block_size_tokens = layout.block_size_tokens
         flat = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+        self.blocks = flat.view(num_blocks, layout.block_bytes)
         components = {component.name: component for component in layout.components}
         self._regions = {
             (region.component, region.layer): self._region(flat, components[region.component], region.offset_bytes)

@@ -3,13 +3,18 @@
 Knows: generations, holders, block states, the prefix index and eviction. Does not know where bytes lie (`pool_memory.py`) or
 why a holder comes and goes (`source_handoff.py`, `sink_handoff.py`, the schedulers). A block is free only when its holder set is
 empty; holding and releasing twice is harmless. The lowest free block is handed out first: neighbours make one large copy.
+
+Where a worker's ranks share a sequence's cache, ids are group-wide (`geometry.CacheSharding`): each has a home, `id % num_homes`, and
+logical block i of a sequence is handed out from home `i % num_homes`. Generations, holders and the prefix index are the group's.
 """
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
+from operator import add, gt, sub
 from typing import NamedTuple
 
 from kv_transfer.errors import PoolExhausted
@@ -41,6 +46,8 @@ class Holder(NamedTuple):
 
 
 CACHE = Holder(HolderKind.CACHE, None)
+EXCHANGE = Holder(HolderKind.STEP, "exchange")
+"""Of blocks that the ranks which did not read them are still to copy, or are copying in the step in flight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,67 +68,90 @@ class PoolAudit:
 
 
 class BlockPool:
-    """Bookkeeping of `num_blocks` blocks of one rank. Not thread-safe: one loop owns it.
+    """Bookkeeping of the `num_blocks` blocks of one worker, all homes together. Not thread-safe: one loop owns it.
 
-    num_promised: blocks that somebody was promised and has not been handed yet. allocate does not heed it: who allocates without
-    a promise asks for `num_unpromised` first.
+    Blocks that somebody was promised have not been handed out yet. allocate does not heed them: who allocates without a promise asks
+    for `num_unpromised` first.
     """
 
-    def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
+    def __init__(self, num_blocks: int, block_size_tokens: int, num_homes: int = 1) -> None:
+        assert num_blocks % num_homes == 0, f"{num_blocks} blocks do not lie evenly on {num_homes} homes"
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
-        self._free: list[BlockId] = [BlockId(index) for index in range(num_blocks)]
+        self.num_homes = num_homes
+        self._free: list[list[BlockId]] = [[BlockId(index) for index in range(home, num_blocks, num_homes)] for home in range(num_homes)]
         self._generations: list[Generation] = [Generation(0)] * num_blocks
         self._states: list[BlockState] = [BlockState.FREE] * num_blocks
         self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
         self._held_by: dict[Holder, set[BlockId]] = {}
         self._key_of: dict[BlockId, bytes] = {}
         self._block_of: dict[bytes, BlockId] = {}
-        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
+        self._evictable: list[OrderedDict[BlockId, None]] = [OrderedDict() for _ in range(num_homes)]
         self._quarantined: set[BlockId] = set()
-        self.num_promised = 0
+        self._promised = [0] * num_homes
 
     # -- handing out and holding ---------------------------------------------------------------------------------------
 
-    def allocate(self, num_blocks: int, holder: Holder) -> list[BlockId]:
-        """Hand out blocks under `holder`, evicting the least recently used cached ones when no block is free.
+    def allocate(self, num_blocks: int, holder: Holder, first_block: int = 0) -> list[BlockId]:
+        """Hand out logical blocks `first_block` and so on of a sequence under `holder`, each from its home, in order.
 
-        A block's generation moves before it is handed out. Raises PoolExhausted, changing nothing, when too few are available.
+        Evicts the least recently used cached block of a home where none is free. A block's generation moves before it is handed out.
+        Raises PoolExhausted, changing nothing, when too few are available.
         """
-        if num_blocks > self.num_available:
+        needed = self.by_home(num_blocks, first_block)
+        if any(map(gt, needed, self.available_by_home())):
             raise PoolExhausted(
                 f"{num_blocks} blocks are needed and {self.num_available} of {self.num_blocks} are available",
                 needed=num_blocks,
                 available=self.num_available,
             )
-        while len(self._free) < num_blocks:
-            self._evict_one()
-        return [self._hand_out(holder) for _ in range(num_blocks)]
+        for free, evictable, count in zip(self._free, self._evictable, needed, strict=True):
+            while len(free) < count:
+                self._evict_one(evictable)
+        homes, free_of = self.num_homes, self._free
+        return [self._hand_out(holder, free_of[index % homes]) for index in range(first_block, first_block + num_blocks)]
 
-    def _hand_out(self, holder: Holder) -> BlockId:
-        block_id = heapq.heappop(self._free)
+    def _hand_out(self, holder: Holder, free: list[BlockId]) -> BlockId:
+        block_id = heapq.heappop(free)
         assert not self._holders[block_id], f"block {block_id} is handed out under {self._holders[block_id]}"
         self._generations[block_id] = Generation(self._generations[block_id] + 1)
         self._states[block_id] = advance(BLOCK_TRANSITIONS, self._states[block_id], BlockEvent.HANDED_OUT)
         self._add(block_id, holder)
         return block_id
 
-    def _evict_one(self) -> None:
-        block_id, _ = self._evictable.popitem(last=False)
+    def _evict_one(self, evictable: OrderedDict[BlockId, None]) -> None:
+        block_id, _ = evictable.popitem(last=False)
         del self._block_of[self._key_of.pop(block_id)]
         self._remove(block_id, CACHE)
 
-    def promise(self, num_blocks: int) -> None:
-        """Promise blocks that are to be handed out later; also a negative number, once they are or when nobody wants them any more.
+    def promise(self, num_blocks: int, first_block: int = 0) -> None:
+        """Promise logical blocks `first_block` and so on, to be handed out later.
 
-        Raises PoolExhausted, changing nothing, when too few are promised to nobody.
+        A negative number takes as many back, from `first_block` on, once they are handed out or when nobody wants them any more.
+        Raises PoolExhausted, changing nothing, when too few of a home are promised to nobody.
         """
-        if num_blocks > 0 and num_blocks > self.num_unpromised:
+        if num_blocks > 0 and not self.can_promise(num_blocks, first_block):
             raise PoolExhausted(
                 f"{num_blocks} blocks are needed and {self.num_unpromised} are neither used nor promised", needed=num_blocks
             )
-        self.num_promised += num_blocks
-        assert self.num_promised >= 0, "more promises are kept than were given"
+        sign = 1 if num_blocks >= 0 else -1
+        for home, count in enumerate(self.by_home(abs(num_blocks), first_block)):
+            self._promised[home] += sign * count
+        assert min(self._promised) >= 0, "more promises are kept than were given"
+
+    def can_promise(self, num_blocks: int, first_block: int = 0) -> bool:
+        """Whether logical blocks `first_block` and so on could be handed out now without taking what is promised to somebody.
+
+        Not while a home has less than is promised of it, even if none of these is at home there: who has just pinned a block asks, too.
+        """
+        return not any(map(gt, self.by_home(num_blocks, first_block), self.unpromised_by_home()))
+
+    def by_home(self, num_blocks: int, first_block: int = 0) -> tuple[int, ...]:
+        """How many of logical blocks `first_block` and so on have each home."""
+        homes = self.num_homes
+        if homes == 1:
+            return (num_blocks,)
+        return tuple([(num_blocks + (first_block - home - 1) % homes) // homes for home in range(homes)])
 
     def hold(self, block_ids: Iterable[BlockId], holder: Holder) -> None:
         """Add `holder` to blocks that somebody holds already. Idempotent."""
@@ -154,7 +184,7 @@ class BlockPool:
         if kind is HolderKind.QUARANTINE:
             self._quarantined.add(block_id)
         if kind is not HolderKind.CACHE:
-            self._evictable.pop(block_id, None)
+            self._evictable[block_id % self.num_homes].pop(block_id, None)
 
     def _remove(self, block_id: BlockId, holder: Holder) -> None:
         holders = self._holders[block_id]
@@ -167,9 +197,9 @@ class BlockPool:
             self._quarantined.discard(block_id)
         if not holders:
             self.advance([block_id], BlockEvent.RELEASED)
-            heapq.heappush(self._free, block_id)
+            heapq.heappush(self._free[block_id % self.num_homes], block_id)
         elif holders == {CACHE}:
-            self._evictable[block_id] = None
+            self._evictable[block_id % self.num_homes][block_id] = None
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -193,7 +223,7 @@ class BlockPool:
 
     def is_evictable(self, block_id: BlockId) -> bool:
         """Whether only the cache holds the block."""
-        return block_id in self._evictable
+        return block_id in self._evictable[block_id % self.num_homes]
 
     def held_by(self, holder: Holder) -> tuple[BlockId, ...]:
         """The blocks under `holder`, lowest first."""
@@ -230,8 +260,14 @@ class BlockPool:
         return found
 
     def pin(self, keys: Sequence[bytes], holder: Holder) -> list[BlockId]:
-        """The cached blocks of the longest prefix of `keys`, now under `holder`, which keeps them from eviction."""
+        """The cached blocks of the longest prefix of `keys`, now under `holder`, which keeps them from eviction.
+
+        keys: of a sequence, from its first block on. A key is a hash of all that comes before, so the block has the home of its place.
+        """
         found = self.lookup(keys)
+        assert self.num_homes == 1 or all(block_id % self.num_homes == index % self.num_homes for index, block_id in enumerate(found)), (
+            f"blocks {found} are cached on other homes than their places have"
+        )
         self.hold(found, holder)
         return found
 
@@ -240,12 +276,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks without a holder."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def num_cached(self) -> int:
         """Blocks that only the cache holds: evictable."""
-        return len(self._evictable)
+        return sum(map(len, self._evictable))
 
     @property
     def num_quarantined(self) -> int:
@@ -259,20 +295,42 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that allocate could hand out now."""
-        return len(self._free) + len(self._evictable)
+        """Consecutive blocks of a sequence that allocate could hand out now, wherever they begin: counted on the fullest home."""
+        return self.num_homes * min(self.available_by_home())
+
+    @property
+    def num_promised(self) -> int:
+        """Blocks that are promised and not handed out."""
+        return sum(self._promised)
 
     @property
     def num_unpromised(self) -> int:
-        """Blocks that could be handed out now and are promised to nobody."""
-        return self.num_available - self.num_promised
+        """As `num_available`, without what is promised to somebody."""
+        return self.num_homes * min(self.unpromised_by_home())
+
+    def available_by_home(self) -> tuple[int, ...]:
+        """Blocks of each home that are free, or evictable."""
+        if self.num_homes == 1:
+            return (len(self._free[0]) + len(self._evictable[0]),)
+        return tuple(map(add, map(len, self._free), map(len, self._evictable)))
+
+    def unpromised_by_home(self) -> tuple[int, ...]:
+        """Of those, how many are promised to nobody."""
+        available = self.available_by_home()
+        if self.num_homes == 1:
+            return (available[0] - self._promised[0],)
+        return tuple(map(sub, available, self._promised))
 
     def audit(self) -> PoolAudit:
         """Recount everything from the holder sets. Raises AssertionError when a count, state or index entry disagrees."""
         free = {BlockId(index) for index, holders in enumerate(self._holders) if not holders}
         cached = {BlockId(index) for index, holders in enumerate(self._holders) if holders == {CACHE}}
-        assert sorted(free) == sorted(self._free), f"free list {sorted(self._free)} but without holder {sorted(free)}"
-        assert cached == set(self._evictable), f"evictable {sorted(self._evictable)} but held by the cache only {sorted(cached)}"
+        listed = sorted(itertools.chain(*self._free))
+        evictable = sorted(itertools.chain(*self._evictable))
+        assert sorted(free) == listed, f"free list {listed} but without holder {sorted(free)}"
+        assert sorted(cached) == evictable, f"evictable {evictable} but held by the cache only {sorted(cached)}"
+        for home, ids in enumerate(zip(self._free, self._evictable, strict=True)):
+            assert all(block_id % self.num_homes == home for block_id in itertools.chain(*ids)), f"home {home} lists others' blocks"
         assert all((state is BlockState.FREE) == (index in free) for index, state in enumerate(self._states)), "a state disagrees"
         assert self._block_of == {key: block_id for block_id, key in self._key_of.items()}, "the prefix index and its inverse disagree"
         assert set(self._key_of) == self._held_by.get(CACHE, set()), "published blocks and the cache holder disagree"

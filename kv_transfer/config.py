@@ -75,3 +75,5 @@ class TransportConfig:
     poll_interval_s: float = 0.0005
     ucx_options: tuple[tuple[str, str], ...] = ()
     destroying_proven: bool = True
+    rank_timeout_s: float = 30.0
+    """A rank of one's own worker whose transport has not answered by then is lost, and with it the worker."""

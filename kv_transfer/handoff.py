@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.identity import BlockId, PeerId, TransferId
 from kv_transfer.messages import Failed, HandoffRecord, Message
 
@@ -212,12 +213,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """READ block `remote_ids[i]` of `peer` into own block `local_ids[i]`; answer with read_done or read_failed."""
+    """READ block `remote_ids[i]` of `peer` into own block `local_ids[i]`; answer with read_done or read_failed.
+
+    They are logical block `first_block + i` of their sequence, and `serving_ranks[i]` of the peer serves it; empty is rank 0.
+    """
 
     read_id: int
     peer: PeerId
     local_ids: tuple[BlockId, ...]
     remote_ids: tuple[BlockId, ...]
+    first_block: int = 0
+    serving_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +246,16 @@ class RecordArrived:
 
     transfer: TransferId
     record: HandoffRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ShareBlocks:
+    """These blocks are committed, and of the ranks that have each only the one that read it has its bytes.
+
+    The others must copy it before any step that is planned from now on reads it; then release EXCHANGE.
+    """
+
+    copies: tuple[BlockCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +285,7 @@ class Dropped:
     failure: Failed | None = None
 
 
-Effect = Send | PostRead | SuspectPeer | DestroyAgent | RecordArrived | Ready | FillLocally | Dropped
+Effect = Send | PostRead | SuspectPeer | DestroyAgent | RecordArrived | ShareBlocks | Ready | FillLocally | Dropped
 
 
 def digest_record(record: HandoffRecord) -> bytes:

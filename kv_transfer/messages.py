@@ -1,21 +1,20 @@
 """Every message between processes, as msgspec structs, versioned.
 
-Knows: the fields, their types and how a message becomes bytes; what they say of a request is in `request_values.py`, and is imported
-from here. Does not know who may send what when (`handoff.py`), or how
-frames travel (`wire.py`). All are idempotent; a message about an unknown transfer is answered `Gone`.
+Knows: the fields, their types and how a message becomes bytes; what they say of a request is in `request_values.py`, of a
+worker in `worker_values.py`, and both are imported from here. Does not know who may send what when (`handoff.py`), or how frames travel
+(`wire.py`). All are idempotent; a message about an unknown transfer is answered `Gone`.
 
 Adding a field with a default at the end is a minor change; anything else raises `layout.PROTOCOL_MAJOR`.
 """
 
 from enum import Enum, unique
-from typing import Literal
 
 import msgspec
 
 from kv_transfer.errors import ProtocolMismatch
 from kv_transfer.grammar import GrammarKind as GrammarKind
 from kv_transfer.grammar import GrammarSpec as GrammarSpec
-from kv_transfer.identity import BlockId, Generation, Incarnation, PackedTokens, TransferId, WorkerId
+from kv_transfer.identity import BlockId, Generation, Incarnation, PackedTokens, TransferId
 from kv_transfer.layout import CacheLayout
 from kv_transfer.request_values import FinishReason as FinishReason
 from kv_transfer.request_values import HandoffRecord as HandoffRecord
@@ -23,6 +22,11 @@ from kv_transfer.request_values import LogprobsMode as LogprobsMode
 from kv_transfer.request_values import SamplingParameters as SamplingParameters
 from kv_transfer.request_values import TokenDelta as TokenDelta
 from kv_transfer.request_values import TokenLogprobs as TokenLogprobs
+from kv_transfer.worker_values import PairState as PairState
+from kv_transfer.worker_values import WorkerAddress as WorkerAddress
+from kv_transfer.worker_values import WorkerEntry as WorkerEntry
+from kv_transfer.worker_values import WorkerLoad as WorkerLoad
+from kv_transfer.worker_values import WorkerState as WorkerState
 
 
 @unique
@@ -34,19 +38,6 @@ class PartyKind(Enum):
     DECODE = "decode"
     SUPERVISOR = "supervisor"
     TOOL = "tool"
-
-
-@unique
-class WorkerState(Enum):
-    """PROTOCOL: Worker. The legal moves are `router.registry.WORKER_TRANSITIONS`."""
-
-    PENDING = "pending"
-    STARTING = "starting"
-    WARM = "warm"
-    SERVING = "serving"
-    DRAINING = "draining"
-    QUIET = "quiet"
-    GONE = "gone"
 
 
 @unique
@@ -78,79 +69,23 @@ class SealedBlock(_Part, frozen=True):
     rank: int = 0
 
 
-class WorkerAddress(_Part, frozen=True):
-    """How to reach one worker's control socket, and which start of it is meant."""
+class RankOffer(_Part, frozen=True):
+    """What PeerOffer says of rank 0, of another rank: its agent for this pair and its pool."""
 
-    worker_id: WorkerId
-    incarnation: Incarnation
-    host: str
-    port: int
-
-
-class WorkerLoad(_Part, frozen=True):
-    """What a worker says about itself; rides on PING and on reports to the directory.
-
-    drafted, accepted: by position in a step, tokens guessed and those that held, since start; empty where nothing is drafted.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    queued_prefill_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    step_s: float = 0.0
-    num_steps: int = 0
-    blocks_total: int = 0
-    blocks_free: int = 0
-    blocks_cached: int = 0
-    blocks_held: int = 0
-    blocks_quarantined: int = 0
-    num_transfers: int = 0
-    bytes_read: int = 0
-    read_s: float = 0.0
-    prefix_hit_tokens: int = 0
-    prefix_query_tokens: int = 0
-    preemptions: int = 0
-    stale_validations: int = 0
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-
-class PairState(_Part, frozen=True):
-    """A decode worker's view of one prefill peer; the router uses a pair only while it is up."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    up: bool
-    bytes_per_s: float = 0.0
-
-
-class WorkerEntry(_Part, frozen=True):
-    """One row of the directory's worker table.
-
-    cache_formats: (component, format) of each kind of cached state. is_pool_audited: since the worker came to rest its pool has been
-    recounted block by block, and everything agreed. parallel: how the worker is cut, for people. rank_pids: of its ranks, in their order.
-    """
-
-    address: WorkerAddress
-    role: Literal["prefill", "decode"]
-    state: WorkerState
-    fingerprint: str
-    pid: int
-    load: WorkerLoad
-    pairs: tuple[PairState, ...] = ()
-    max_model_len_tokens: int = 0
-    cache_formats: tuple[tuple[str, str], ...] = ()
-    is_pool_audited: bool = False
-    parallel: str = ""
-    rank_pids: tuple[int, ...] = ()
+    agent_name: str
+    agent_metadata: bytes
+    base_address: int
+    num_blocks: int
+    device_id: int = 0
 
 
 class PeerOffer(_Part, frozen=True):
-    """The part of HELLO that two workers exchange: what must agree, and where the pool lies.
+    """The part of HELLO that two workers exchange: what must agree, and where the pools lie.
 
     agent_metadata: the transport's description of this pair's own agent. base_address, block_bytes, num_blocks: the pool;
-    block `num_blocks` is the probe block (`geometry.py`). numerics, kernels: in which mode and with which kernels the worker computes;
-    empty where a worker does not say.
+    block `num_blocks` is the probe block (`geometry.py`). All these are of rank 0, and `other_ranks` says the same of ranks 1, 2 ...
+    num_homes: on how many homes the blocks lie (`geometry.CacheSharding`). numerics, kernels: in which mode and with which kernels the
+    worker computes; empty where a worker does not say.
     """
 
     fingerprint: str
@@ -166,6 +101,8 @@ class PeerOffer(_Part, frozen=True):
     device_id: int = 0
     numerics: str = ""
     kernels: str = ""
+    num_homes: int = 1
+    other_ranks: tuple[RankOffer, ...] = ()
 
 
 # -- opening a connection ------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ from kv_transfer.link_proof import NONCE_BYTES, Handshake, Party, Role
 from kv_transfer.messages import decode, encode
 from kv_transfer.wire import LENGTH_BYTES, OPENING_FRAME_BYTES
 
+SHORTEST_WAIT_S = 0.001
+"""A socket takes a time limit of 0 for "do not wait", and then says so otherwise than when the limit is over."""
+
 
 class RankLink:
     """One connection; nothing but `prove` is said before its other end is proven. Any thread may send; one at a time receives."""
@@ -107,7 +110,7 @@ class RankListener:
     def accept(self, timeout_s: float, config: WireConfig) -> RankLink:
         """The next connection; its other end has proven nothing. Raises TransferTimeout, PeerLost when `close` was called."""
         try:
-            self._socket.settimeout(timeout_s)
+            self._socket.settimeout(max(timeout_s, SHORTEST_WAIT_S))
             connection, _ = self._socket.accept()
         except TimeoutError as error:
             raise TransferTimeout(f"nobody has connected within {timeout_s:g} s") from error

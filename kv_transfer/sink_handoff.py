@@ -1,17 +1,18 @@
 """One transfer as its sink sees it: what is announced, read, validated and committed. Without I/O and without a clock.
 
-Knows: PROTOCOL's rules for one sink rank. Does not know other transfers (`sink_session.py`). A chunk has no state of its own: its
-blocks have one, all the same (`handoff.BLOCK_TRANSITIONS`, kept by the pool). Methods that are one rule of the protocol are
-methods of their own, so that a test can take the rule away and watch an invariant break.
+Knows: PROTOCOL's rules for one sink, whose ranks it sees as one. Does not know other transfers (`sink_session.py`). A chunk has no state
+of its own: its blocks have one, all the same (`handoff.BLOCK_TRANSITIONS`, kept by the pool). Methods that are one rule of the protocol
+are methods of their own, so that a test can take the rule away and watch an invariant break.
 """
 
 import logging
 from dataclasses import dataclass
 
 from kv_transfer.block_keys import block_keys
-from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import EXCHANGE, BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import PoolExhausted
+from kv_transfer.geometry import ONE_RANK, CacheSharding
 from kv_transfer.handoff import (
     SINK_TRANSITIONS,
     BlockEvent,
@@ -23,6 +24,7 @@ from kv_transfer.handoff import (
     Ready,
     RecordArrived,
     Send,
+    ShareBlocks,
     SinkEvent,
     SinkState,
     SourceState,
@@ -80,6 +82,7 @@ class SinkHandoff:
         layout: CacheLayout,
         now_s: float,
         hidden_state_bytes: int | None = None,
+        sharding: CacheSharding = ONE_RANK,
     ) -> None:
         self.transfer = message.transfer
         self.router = router
@@ -104,6 +107,7 @@ class SinkHandoff:
         self._timers = timers
         self._layout = layout
         self._hidden_state_bytes = hidden_state_bytes
+        self._sharding = sharding
         self._set_tokens(message.tokens)
 
     def _set_tokens(self, tokens: PackedTokens) -> None:
@@ -232,7 +236,7 @@ class SinkHandoff:
         if not self.is_answer(pool, number, read_number):
             return []
         self.commit(pool, number)
-        return [self._say_taken(), *self._ready_if_whole(pool)]
+        return [*self._share(number), self._say_taken(), *self._ready_if_whole(pool)]
 
     def receive_stale(self, pool: BlockPool, number: int, read_number: int, now_s: float) -> list[Effect]:
         """What was read is worthless. Ask for that chunk again, and it alone."""
@@ -311,7 +315,14 @@ class SinkHandoff:
         chunk.is_suspect = False
         pool.hold(chunk.local_ids, Holder(HolderKind.HANDLE, read_id))
         pool.advance(chunk.local_ids, BlockEvent.READ_POSTED)
-        return PostRead(read_id, self.source, chunk.local_ids, tuple(block.block_id for block in chunk.source_blocks))
+        return PostRead(
+            read_id,
+            self.source,
+            chunk.local_ids,
+            tuple(block.block_id for block in chunk.source_blocks),
+            chunk.start // self._layout.block_size_tokens,
+            tuple(block.rank for block in chunk.source_blocks),
+        )
 
     def _number_of(self, read_id: int) -> int:
         return next(number for number, chunk in self.chunks.items() if chunk.read_id == read_id)
@@ -430,10 +441,18 @@ class SinkHandoff:
         chunk = self.chunks[number]
         pool.advance(chunk.local_ids, BlockEvent.VALIDATED)
         pool.advance(chunk.local_ids, BlockEvent.ALL_COMPONENTS)
+        if self._sharding.num_copies > 1:
+            pool.hold(chunk.local_ids, EXCHANGE)
         first = chunk.start // self._layout.block_size_tokens
         for block_id, key in zip(chunk.local_ids, self._keys[first:], strict=False):
             pool.publish(block_id, key)
         self.committed.add(number)
+
+    def _share(self, number: int) -> list[Effect]:
+        """Each byte has crossed the wire once; the ranks that did not read a block get it from the one that did."""
+        chunk = self.chunks[number]
+        copies = self._sharding.copies(chunk.start // self._layout.block_size_tokens, chunk.local_ids)
+        return [ShareBlocks(copies)] if copies else []
 
     def _ready_if_whole(self, pool: BlockPool) -> list[Effect]:
         if self.state is not SinkState.FILLING or not self.has_everything:

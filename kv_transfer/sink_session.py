@@ -12,6 +12,7 @@ from kv_transfer.attempt_memory import AttemptMemory
 from kv_transfer.block_pool import BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import PoolExhausted, TransferError
+from kv_transfer.geometry import ONE_RANK, CacheSharding
 from kv_transfer.handoff import DestroyAgent, Effect, Send, SinkEvent
 from kv_transfer.identity import BlockId, Incarnation, PackedTokens, PeerId, TransferId
 from kv_transfer.layout import CacheLayout
@@ -52,14 +53,16 @@ class SinkSession:
         destroying_proven: bool,
         *,
         hidden_state_bytes: int | None = None,
+        sharding: CacheSharding = ONE_RANK,
     ) -> None:
-        """hidden_state_bytes: of a record's hidden state, if it has one; None takes any."""
+        """hidden_state_bytes: of a record's hidden state, if it has one; None takes any. sharding: how the pool's blocks lie on ranks."""
         self._pool = pool
         self._incarnation = incarnation
         self._timers = timers
         self._layout = layout
         self._destroying_proven = destroying_proven
         self._hidden_state_bytes = hidden_state_bytes
+        self._sharding = sharding
         self._transfers: dict[TransferId, SinkHandoff] = {}
         self._reads: dict[int, TransferId] = {}
         self._next_read_id = 1
@@ -86,7 +89,7 @@ class SinkSession:
             effects += self._settle(older, older.end(self._pool, SinkEvent.SUPERSEDED, "superseded"))
         if busy_s is not None:
             return [*effects, Send(router, SinkBusy(transfer, busy_s))]
-        handoff = self.handoff_type(message, router, source, self._timers, self._layout, now_s, self._hidden_state_bytes)
+        handoff = self.handoff_type(message, router, source, self._timers, self._layout, now_s, self._hidden_state_bytes, self._sharding)
         try:
             effects += handoff.open(self._pool)
         except PoolExhausted as error:
@@ -177,7 +180,10 @@ class SinkSession:
         """Recount. Raises AssertionError when the pool's promises are not the credit of the transfers, or are not covered."""
         credit = sum(handoff.space.credit_blocks for handoff in self._transfers.values())
         assert credit == self._pool.num_promised, f"{self._pool.num_promised} blocks are promised and the credit is {credit}"
-        assert credit <= self._pool.num_available, f"{credit} blocks are promised and {self._pool.num_available} could be had"
+        unpromised = self._pool.unpromised_by_home()
+        assert min(unpromised) >= 0, (
+            f"{credit} blocks are promised and {self._pool.num_available} could be had, by home {unpromised} too few"
+        )
         reads = {read_id for handoff in self._transfers.values() for read_id in handoff.reads_in_flight}
         assert reads == set(self._reads), "READs in flight and their transfers disagree"
 

@@ -1,8 +1,8 @@
 """One transfer as its source sees it: what is sealed, what is taken, and when to let go. Without I/O and without a clock.
 
-Knows: PROTOCOL's rules for one source rank. Does not know other transfers, or what became of those that ended (`source_session.py`).
-Every method returns the effects to carry out, in order. Methods that are one rule of the protocol are methods of their own, so
-that a test can take the rule away and watch an invariant break.
+Knows: PROTOCOL's rules for one source, whose ranks it sees as one. Does not know other transfers, or what became of those that ended
+(`source_session.py`). Every method returns the effects to carry out, in order. Methods that are one rule of the protocol are methods of
+their own, so that a test can take the rule away and watch an invariant break.
 """
 
 import logging
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kv_transfer.block_pool import CACHE, BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
+from kv_transfer.geometry import ONE_RANK, CacheSharding
 from kv_transfer.handoff import SOURCE_TRANSITIONS, Dropped, Effect, Send, SourceEvent, SourceState, advance, seal_record
 from kv_transfer.identity import BlockId, PeerId, count_tokens
 from kv_transfer.messages import (
@@ -51,7 +52,14 @@ class SourceHandoff:
     """The source's side of one attempt, from START_SOURCE to RELEASED."""
 
     def __init__(
-        self, message: StartSource, router: PeerId, sink: PeerId, timers: ProtocolTimers, component_mask: int, now_s: float
+        self,
+        message: StartSource,
+        router: PeerId,
+        sink: PeerId,
+        timers: ProtocolTimers,
+        component_mask: int,
+        now_s: float,
+        sharding: CacheSharding = ONE_RANK,
     ) -> None:
         self.transfer = message.transfer
         self.router = router
@@ -71,6 +79,7 @@ class SourceHandoff:
         self.next_progress_s = now_s
         self._timers = timers
         self._component_mask = component_mask
+        self._sharding = sharding
         self._sealed = Holder(HolderKind.SEALED, self.transfer)
         self._compute = Holder(HolderKind.COMPUTE, self.transfer)
 
@@ -103,7 +112,11 @@ class SourceHandoff:
             return []
         needed = block_ids[(first - start) // size :]
         pool.hold(needed, self._sealed)
-        self.chunks.append(SealedChunk(first, end, tuple(SealedBlock(block_id, pool.generation(block_id)) for block_id in needed)))
+        blocks = [
+            SealedBlock(block_id, pool.generation(block_id), self._sharding.serving_rank(index))
+            for index, block_id in enumerate(needed, start=first // size)
+        ]
+        self.chunks.append(SealedChunk(first, end, tuple(blocks)))
         if self.state is SourceState.COMPUTING:
             self.lease_until_s = now_s + self._timers.lease_s
         self._advance(SourceEvent.CHUNK_SEALED)

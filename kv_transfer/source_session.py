@@ -10,6 +10,7 @@ from typing import ClassVar
 from kv_transfer.attempt_memory import AttemptMemory
 from kv_transfer.block_pool import BlockPool
 from kv_transfer.config import ProtocolTimers
+from kv_transfer.geometry import ONE_RANK, CacheSharding
 from kv_transfer.handoff import Effect, Send, SourceEvent
 from kv_transfer.identity import BlockId, Incarnation, PeerId, TransferId
 from kv_transfer.messages import (
@@ -36,11 +37,15 @@ class SourceSession:
 
     handoff_type: ClassVar[type[SourceHandoff]] = SourceHandoff
 
-    def __init__(self, pool: BlockPool, incarnation: Incarnation, timers: ProtocolTimers, component_mask: int) -> None:
+    def __init__(
+        self, pool: BlockPool, incarnation: Incarnation, timers: ProtocolTimers, component_mask: int, sharding: CacheSharding = ONE_RANK
+    ) -> None:
+        """sharding: how the pool's blocks lie on this worker's ranks."""
         self._pool = pool
         self._incarnation = incarnation
         self._timers = timers
         self._component_mask = component_mask
+        self._sharding = sharding
         self._live: dict[TransferId, SourceHandoff] = {}
         self._lapsed: dict[TransferId, float] = {}
         self._attempts = AttemptMemory()
@@ -59,7 +64,7 @@ class SourceSession:
             return False, known.say_progress(now_s)
         if not self.may_start(transfer):
             return False, [Send(router, Gone(transfer, "start"))]
-        handoff = self.handoff_type(message, router, sink, self._timers, self._component_mask, now_s)
+        handoff = self.handoff_type(message, router, sink, self._timers, self._component_mask, now_s, self._sharding)
         effects: list[Effect] = []
         for older in [other for other in self._live.values() if other.transfer.request_id == transfer.request_id]:
             handoff.inherit(self._pool, older)

@@ -74,7 +74,7 @@ class PrefillEngine:
         view = PrefillView(
             computing=self._sequences.demands(),
             waiting=self._sequences.candidates(places),
-            num_available_blocks=self._model.pool.num_available,
+            num_available_blocks=self._model.pool.available_by_home(),
         )
         plan = decide(view, self._limits)
         self._admit(plan.admit, now_s)

@@ -39,10 +39,17 @@ class PrefillRole:
         self._model = model
         holders = StepHolders(model.pool)
         self._sequences = PrefillSequences(model.pool, holders)
-        self._session = SourceSession(model.pool, me.incarnation, network.timers, model.layout.component_mask)
+        self._session = SourceSession(model.pool, me.incarnation, network.timers, model.layout.component_mask, model.sharding)
         callbacks = TransferCallbacks(on_done=_no_read_done, on_failed=_no_read_failed, on_destroyed=_agent_destroyed)
         self._transfers = TransferThread(transport, asyncio.get_running_loop(), callbacks, network.transport.poll_interval_s)
-        terms = PairTerms.of_pool(model.layout, model.weights_version, model.memory, numerics=model.numerics, kernels=model.kernels)
+        terms = PairTerms.of_pool(
+            model.layout,
+            model.weights_version,
+            model.memory,
+            sharding=model.sharding,
+            numerics=model.numerics,
+            kernels=model.kernels,
+        )
         self._pairs = DecodePairs(terms, self._transfers, outside)
         self._grammars = GrammarDesk(model.grammars, time.monotonic)
         self._sender = Sender(

@@ -10,6 +10,7 @@ overtaken into starvation; the price is that a long prompt at the head waits unt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 from glm_runtime.engine.chunk_plan import Chunk, PrefillDemand, plan_chunks
 from kv_transfer.identity import SequenceId
@@ -26,12 +27,12 @@ class PrefillLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WaitingPrefill:
-    """A request that has no blocks yet. `num_new_blocks`: what admitting it takes of the blocks that are available."""
+    """A request that has no blocks yet. `num_new_blocks`: what admitting it takes of the available blocks of each home (`BlockPool`)."""
 
     sequence_id: SequenceId
     num_cached_tokens: int
     num_tokens: int
-    num_new_blocks: int
+    num_new_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ class PrefillView:
 
     computing: tuple[PrefillDemand, ...]
     waiting: tuple[WaitingPrefill, ...]
-    num_available_blocks: int
+    num_available_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +73,9 @@ def _choose_admitted(view: PrefillView, limits: PrefillLimits) -> Sequence[Waiti
     left_blocks = view.num_available_blocks
     admitted: list[WaitingPrefill] = []
     for request in view.waiting[: max(places, 0)]:
-        if request.num_new_blocks > left_blocks:
+        left_blocks = tuple(map(sub, left_blocks, request.num_new_blocks))
+        if min(left_blocks) < 0:
             break
-        left_blocks -= request.num_new_blocks
         admitted.append(request)
     return admitted
 

@@ -110,8 +110,8 @@ class PrefillSequences:
             sequence.num_published_blocks = len(sequence.block_table)
             sequence.num_cached_tokens = sequence.num_computed_tokens = len(sequence.block_table) * self._pool.block_size_tokens
         for sequence in admitted:
-            num_missing = self._num_blocks(sequence) - len(sequence.block_table)
-            sequence.block_table += self._pool.allocate(num_missing, _holder_of(sequence))
+            num_pinned = len(sequence.block_table)
+            sequence.block_table += self._pool.allocate(self._num_blocks(sequence) - num_pinned, _holder_of(sequence), num_pinned)
             self._computing[sequence.sequence_id] = sequence
         return admitted
 
@@ -189,14 +189,17 @@ class PrefillSequences:
         return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence, _ in self.live())
 
     def _candidate(self, sequence: PrefillSequence) -> WaitingPrefill:
-        found = self._pool.lookup(self._usable_keys(sequence))
-        # A cached block that somebody holds already costs nothing; one that only the cache holds leaves the available ones.
-        num_shared = sum(not self._pool.is_evictable(block_id) for block_id in found)
+        pool = self._pool
+        found = pool.lookup(self._usable_keys(sequence))
+        num_new = list(pool.by_home(self._num_blocks(sequence)))
+        for block_id in found:
+            # A cached block that somebody holds already costs nothing; one that only the cache holds leaves the available ones.
+            num_new[block_id % pool.num_homes] -= not pool.is_evictable(block_id)
         return WaitingPrefill(
             sequence_id=sequence.sequence_id,
-            num_cached_tokens=len(found) * self._pool.block_size_tokens,
+            num_cached_tokens=len(found) * pool.block_size_tokens,
             num_tokens=sequence.num_tokens,
-            num_new_blocks=self._num_blocks(sequence) - num_shared,
+            num_new_blocks=tuple(num_new),
         )
 
     def _usable_keys(self, sequence: PrefillSequence) -> list[bytes]:

@@ -21,12 +21,13 @@ from router.admission import AdmissionView, find_refusal
 from router.config import RouterConfig
 from router.effects import Deliver, Ended, FlowEffect, Leave, Post, PrefillDone, SinkHadRoom, SinkWasBusy
 from router.farewell import Farewells
+from router.generation_request import GenerationRequest
 from router.lifecycle import RequestState
 from router.output import Output, Wakeup
 from router.policy import Placement, WorkerRef, choose_pair
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
-from router.request_flow import AttemptPhase, GenerationRequest, RequestFlow
+from router.request_flow import AttemptPhase, RequestFlow
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from kv_transfer.errors import (
     WorkerLost,
 )
 from kv_transfer.handoff import advance
-from kv_transfer.identity import Incarnation, PackedTokens, RequestId, TransferId, pack_tokens
+from kv_transfer.identity import Incarnation, TransferId
 from kv_transfer.messages import (
     Ask,
     Closed,
@@ -36,7 +36,6 @@ from kv_transfer.messages import (
     Message,
     OpenSink,
     Progress,
-    SamplingParameters,
     SinkBusy,
     SinkReady,
     StartSource,
@@ -46,6 +45,7 @@ from kv_transfer.messages import (
 from router.admission import find_wait_refusal, may_retry, retry_delay_s
 from router.config import RouterConfig
 from router.effects import Deliver, Ended, FlowEffect, Leave, Post, PrefillDone, SinkHadRoom, SinkWasBusy
+from router.generation_request import GenerationRequest, open_message, start_message
 from router.lifecycle import REQUEST_TRANSITIONS, TERMINAL_STATES, RequestEvent, RequestState
 from router.policy import Demand, Placement, WorkerRef
 
@@ -57,18 +57,6 @@ REQUEST_FAULTS: dict[str, type[InvalidRequest]] = {PromptTooLong.code: PromptToo
 
 PUT_OFF_CODES = frozenset({Draining.code, QueueFull.code})
 """Failures that say nothing against the request or the worker."""
-
-
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client wants, in tokens. `sampling.seed` is set: the router's edge minted one if the client gave none."""
-
-    request_id: RequestId
-    prompt: PackedTokens
-    num_prompt_tokens: int
-    sampling: SamplingParameters
-    cache_salt: bytes = b""
-    priority: int = 0
-    block_keys: tuple[bytes, ...] = ()
 
 
 @unique
@@ -143,48 +131,9 @@ class RequestFlow:
         self.placement = self.last_placement = placement
         self._is_source_told = False
         self._owes_prefill = prefill is not None
-        tokens = PackedTokens(self.request.prompt + pack_tokens(self.output)) if self.output else self.request.prompt
-        self._opened = OpenSink(
-            transfer=transfer,
-            tokens=tokens,
-            num_prompt_tokens=self.request.num_prompt_tokens,
-            first_index=len(self.output),
-            cache_salt=self._salt(transfer),
-            sampling=self._sampling(),
-            priority=self.request.priority,
-            deadline_s=self._deadline_s - now_s,
-            source=prefill,
-        )
-        self._started = None if prefill is None else self._make_start(self._opened, decode)
+        self._opened = open_message(self.request, transfer, self.output, self._deadline_s - now_s, prefill)
+        self._started = None if prefill is None else start_message(self._opened, decode)
         return self._say(AttemptPhase.OPENING, placement.decode, self._opened, now_s)
-
-    def _is_prompt_scored(self) -> bool:
-        """Whether the prompt's log-probabilities are wanted and have not come: they come with the first token."""
-        return self.request.sampling.prompt_logprobs >= 0 and not self.output
-
-    def _sampling(self) -> SamplingParameters:
-        sampling = self.request.sampling
-        is_as_asked = sampling.prompt_logprobs < 0 or self._is_prompt_scored()
-        return sampling if is_as_asked else msgspec.structs.replace(sampling, prompt_logprobs=-1)
-
-    def _salt(self, transfer: TransferId) -> bytes:
-        """A prompt is scored from logits, which no cache has: under a salt of its own every worker computes all of it."""
-        salt = self.request.cache_salt
-        return salt + f"\0score {transfer.request_id} {transfer.attempt}".encode() if self._is_prompt_scored() else salt
-
-    def _make_start(self, opened: OpenSink, decode: WorkerAddress) -> StartSource:
-        return StartSource(
-            transfer=opened.transfer,
-            tokens=opened.tokens,
-            num_prompt_tokens=opened.num_prompt_tokens,
-            first_index=opened.first_index,
-            need_from=0,
-            cache_salt=opened.cache_salt,
-            sampling=opened.sampling,
-            priority=opened.priority,
-            deadline_s=opened.deadline_s,
-            sink=decode,
-        )
 
     def _say(self, phase: AttemptPhase, worker: WorkerRef, message: Message, now_s: float) -> list[FlowEffect]:
         """Enter a phase whose first step is the answer to `message`."""

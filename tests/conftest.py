@@ -58,6 +58,36 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+RANK_CLUSTER_CONFIG = """
+[prefill.parallel]
+pcp_size = 2
+[decode.parallel]
+tp_size = 2
+dcp_size = 2
+[runtime]
+max_step_tokens = 512
+cache_bytes = 67108864
+"""
+
+
+@pytest.fixture(scope="session")
+def rank_cluster() -> Iterator[RunningCluster]:
+    """A prefill worker whose two ranks share rows, and a decode worker whose two ranks share heads and caches; started once."""
+    running = start_cluster(config=RANK_CLUSTER_CONFIG)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def ranks(rank_cluster: RunningCluster) -> Iterator[RunningCluster]:
+    """The cluster of several ranks a worker, all serving; afterwards nothing may be held."""
+    rank_cluster.wait_until_serving()
+    yield rank_cluster
+    rank_cluster.wait_until_quiescent()
+
+
 @pytest.fixture(scope="session")
 def reference() -> "Reference":
     """The shipped checkpoint in this process. Torch is imported here and not before: most tests need none."""

@@ -6,12 +6,13 @@ computes chunk by chunk under step holders, and what it stores is a function of 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from kv_transfer.block_keys import block_keys
-from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import EXCHANGE, BlockPool, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
+from kv_transfer.geometry import ONE_RANK, CacheSharding, rank_peer
 from kv_transfer.handoff import (
     RECORD_SCHEMA,
     DestroyAgent,
@@ -22,6 +23,7 @@ from kv_transfer.handoff import (
     Ready,
     RecordArrived,
     Send,
+    ShareBlocks,
     SuspectPeer,
 )
 from kv_transfer.identity import (
@@ -37,11 +39,15 @@ from kv_transfer.identity import (
     peer_id,
 )
 from kv_transfer.layout import CacheComponent, CacheLayout
-from kv_transfer.messages import HandoffRecord, Message, OpenSink, PeerOffer, SamplingParameters, StartSource, WorkerAddress
+from kv_transfer.messages import HandoffRecord, Message, OpenSink, SamplingParameters, StartSource, WorkerAddress
+from kv_transfer.pairing import PairTerms
 from kv_transfer.pool_memory import NUM_PROBE_BLOCKS, PoolMemory
 from kv_transfer.sink_session import SinkSession
 from kv_transfer.source_session import SourceSession
+from kv_transfer.transports.base import Transport
+from kv_transfer.transports.group import GroupTransport
 from kv_transfer.transports.loopback import CALM, FaultPlan, LoopbackFabric, LoopbackTransport
+from kv_transfer.transports.ranks import LocalRank
 
 BLOCK_SIZE = 4
 NUM_COMPONENTS = 2
@@ -111,6 +117,11 @@ class SmallMemory(PoolMemory):
         self.buffer = memoryview(bytearray((num_blocks + NUM_PROBE_BLOCKS) * BLOCK_BYTES))
 
 
+def views_of(memories: list[SmallMemory], sharding: CacheSharding, block_id: BlockId) -> list[memoryview]:
+    """A block's bytes on every rank that has it."""
+    return [memories[rank].block(sharding.local_id(block_id)) for rank in sharding.ranks(block_id)]
+
+
 class HandoffPair:
     """Both ends of hand-offs from one source to one sink."""
 
@@ -125,8 +136,13 @@ class HandoffPair:
         seed: int = 0,
         source_type: type[SourceSession] = SourceSession,
         sink_type: type[SinkSession] = SinkSession,
+        source_sharding: CacheSharding = ONE_RANK,
+        sink_sharding: CacheSharding = ONE_RANK,
     ) -> None:
+        """Blocks are counted over all homes of a side."""
         self.now_s = 0.0
+        self.source_sharding = source_sharding
+        self.sink_sharding = sink_sharding
         self.timers = timers
         self.chunk_tokens = chunk_tokens
         self.source_type = source_type
@@ -148,14 +164,18 @@ class HandoffPair:
     def start_source_process(self) -> None:
         """A new process under the source's name: new incarnation, empty pool, nothing remembered."""
         if self.num_starts:
-            self.source_transport.die()
+            for part in self.source_parts:
+                part.die()
         self.num_starts += 1
         self.source_incarnation = Incarnation(0x1000 + self.num_starts)
         self.source_peer = peer_id("prefill-0", self.source_incarnation)
-        self.source_pool = BlockPool(self.num_source_blocks, BLOCK_SIZE)
-        self.source = self.source_type(self.source_pool, self.source_incarnation, self.timers, LAYOUT.component_mask)
-        self.source_memory = SmallMemory(self.num_source_blocks)
-        self.source_transport = LoopbackTransport(self.fabric, self.source_peer, self.source_memory, num_components=NUM_COMPONENTS)
+        sharding = self.source_sharding
+        self.source_pool = BlockPool(self.num_source_blocks, BLOCK_SIZE, sharding.num_homes)
+        self.source = self.source_type(self.source_pool, self.source_incarnation, self.timers, LAYOUT.component_mask, sharding)
+        self.source_memories = [SmallMemory(self.num_source_blocks // sharding.num_homes) for _ in range(sharding.num_ranks)]
+        self.source_memory = self.source_memories[0]
+        self.source_parts = self.make_parts(self.source_peer, self.source_memories, sharding, lambda _block_id: None)
+        self.source_transport = self.make_transport(self.source_parts, sharding)
         self.sequences: dict[TransferId, SourceSequence] = {}
         self.steps: list[Step] = []
         self.num_steps = 0
@@ -165,19 +185,43 @@ class HandoffPair:
     def start_sink_process(self) -> None:
         """A new process under the sink's name."""
         if hasattr(self, "sink"):
-            self.sink_transport.die()
+            for part in self.sink_parts:
+                part.die()
         self.num_starts += 1
         self.sink_incarnation = Incarnation(0x2000 + self.num_starts)
         self.sink_peer = peer_id("decode-0", self.sink_incarnation)
-        self.sink_pool = BlockPool(self.num_sink_blocks, BLOCK_SIZE)
-        self.sink = self.sink_type(self.sink_pool, self.sink_incarnation, self.timers, LAYOUT, self.fabric.plan.destroying_proven)
-        self.sink_memory = SmallMemory(self.num_sink_blocks)
-        self.sink_transport = LoopbackTransport(
-            self.fabric, self.sink_peer, self.sink_memory, num_components=NUM_COMPONENTS, owner_of=self.owner_of_sink_block
+        sharding = self.sink_sharding
+        self.sink_pool = BlockPool(self.num_sink_blocks, BLOCK_SIZE, sharding.num_homes)
+        self.sink = self.sink_type(
+            self.sink_pool, self.sink_incarnation, self.timers, LAYOUT, self.fabric.plan.destroying_proven, sharding=sharding
         )
+        self.sink_memories = [SmallMemory(self.num_sink_blocks // sharding.num_homes) for _ in range(sharding.num_ranks)]
+        self.sink_memory = self.sink_memories[0]
+        self.sink_parts = self.make_parts(self.sink_peer, self.sink_memories, sharding, self.owner_of_sink_block)
+        self.sink_transport = self.make_transport(self.sink_parts, sharding)
+        self.to_share: list[ShareBlocks] = []
         self.ready: set[TransferId] = set()
         self.reads: dict[int, PostRead] = {}
         self.connect()
+
+    def make_parts(
+        self, peer: PeerId, memories: list[SmallMemory], sharding: CacheSharding, owner_of: Callable[[BlockId], Hashable]
+    ) -> list[LoopbackTransport]:
+        """The transports of a side's ranks. owner_of: of group-wide ids."""
+
+        def owner_on(rank: int) -> Callable[[BlockId], Hashable]:
+            return lambda local_id: owner_of(sharding.group_id(rank % sharding.num_homes, local_id))
+
+        return [
+            LoopbackTransport(self.fabric, rank_peer(peer, rank), memory, num_components=NUM_COMPONENTS, owner_of=owner_on(rank))
+            for rank, memory in enumerate(memories)
+        ]
+
+    def make_transport(self, parts: list[LoopbackTransport], sharding: CacheSharding) -> Transport:
+        """What a side's sessions see; plain where nobody has several ranks."""
+        if self.source_sharding == self.sink_sharding == ONE_RANK:
+            return parts[0]
+        return GroupTransport([LocalRank(part, part.memory) for part in parts], sharding)
 
     def owner_of_sink_block(self, block_id: BlockId) -> object:
         """A piece in flight must find its block in the same use, and not free."""
@@ -185,11 +229,8 @@ class HandoffPair:
 
     def connect(self) -> None:
         """Make the pair's agents, as PairHello does."""
-        agent = self.source_transport.open_peer(self.sink_peer)
-        memory = self.source_memory
-        offer = PeerOffer(
-            LAYOUT.fingerprint, LAYOUT, "w", 1, agent.name, agent.epoch, agent.metadata, memory.base_address, BLOCK_BYTES, memory.num_blocks
-        )
+        terms = PairTerms.of_pool(LAYOUT, "w", self.source_memory, sharding=self.source_sharding)
+        offer = terms.offer(self.source_transport.open_peer(self.sink_peer))
         self.sink_transport.open_peer(self.source_peer)
         self.sink_transport.connect_peer(self.source_peer, offer)
 
@@ -275,7 +316,7 @@ class HandoffPair:
         needed = -(-end // BLOCK_SIZE) - len(sequence.blocks)
         if needed > self.source_pool.num_available:
             return False
-        sequence.blocks += self.source_pool.allocate(needed, holder)
+        sequence.blocks += self.source_pool.allocate(needed, holder, len(sequence.blocks))
         touched = list(sequence.blocks)
         self.num_steps += 1
         self.source_pool.hold(touched, Holder(HolderKind.STEP, self.num_steps))
@@ -289,10 +330,9 @@ class HandoffPair:
         if place == len(step.block_ids):
             return False
         block = step.start // BLOCK_SIZE + place
-        view = self.source_memory.block(step.block_ids[place])
-        view[component * COMPONENT_BYTES : (component + 1) * COMPONENT_BYTES] = component_bytes(
-            PackedTokens(sequence_tokens), block, component
-        )
+        stored = component_bytes(PackedTokens(sequence_tokens), block, component)
+        for view in views_of(self.source_memories, self.source_sharding, step.block_ids[place]):
+            view[component * COMPONENT_BYTES : (component + 1) * COMPONENT_BYTES] = stored
         step.num_stored += 1
         return True
 
@@ -300,7 +340,8 @@ class HandoffPair:
         """Whether the blocks that the step attends to hold what they should: what it stores depends on them."""
         tokens = self.opened[step.transfer].tokens
         for block in range(step.start // BLOCK_SIZE):
-            if bytes(self.source_memory.block(step.touched[block])) != block_bytes(tokens, block):
+            views = views_of(self.source_memories, self.source_sharding, step.touched[block])
+            if any(bytes(view) != block_bytes(tokens, block) for view in views):
                 return False
         return True
 
@@ -366,17 +407,32 @@ class HandoffPair:
             elif isinstance(effect, Ready):
                 self.check_content(effect.transfer)
                 self.ready.add(effect.transfer)
+            elif isinstance(effect, ShareBlocks):
+                self.to_share.append(effect)
             else:
                 assert isinstance(effect, RecordArrived | FillLocally | SuspectPeer)
 
     def check_content(self, transfer: TransferId) -> None:
-        """Every byte of the sink's table is what the tokens say (I2, I11)."""
+        """Every byte of the sink's table is what the tokens say (I2, I11): on the rank that read it, and after a step on all."""
         tokens = self.opened[transfer].tokens
         table = self.sink.block_table(transfer)
-        for block in range(-(-count_tokens(tokens) // BLOCK_SIZE)):
-            assert bytes(self.sink_memory.block(table[block])) == block_bytes(tokens, block), (
-                f"block {block} of {transfer} holds foreign bytes"
-            )
+        for is_shared in (False, True):
+            for block in range(-(-count_tokens(tokens) // BLOCK_SIZE)):
+                ranks = self.sink_sharding.ranks(table[block]) if is_shared else (self.sink_sharding.serving_rank(block),)
+                for rank in ranks:
+                    view = self.sink_memories[rank].block(self.sink_sharding.local_id(table[block]))
+                    assert bytes(view) == block_bytes(tokens, block), f"block {block} of {transfer} holds foreign bytes on rank {rank}"
+            self.share()
+
+    def share(self) -> None:
+        """What the next step of the sink begins with: ranks that have the same block copy it from the one that read it."""
+        for effect in self.to_share:
+            for block_id, rank in effect.copies:
+                read = bytes(self.sink_memories[rank].block(self.sink_sharding.local_id(block_id)))
+                for view in views_of(self.sink_memories, self.sink_sharding, block_id):
+                    view[:] = read
+                self.sink_pool.release([block_id], EXCHANGE)
+        self.to_share.clear()
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
@@ -446,6 +502,7 @@ class HandoffPair:
 
     def assert_no_leaks(self) -> None:
         """Nobody but the cache and the quarantine holds a block, and nothing is promised (I6)."""
+        self.share()
         assert self.source_pool.audit().is_quiesced, self.source_pool.audit()
         assert self.sink_pool.audit().is_quiesced, self.sink_pool.audit()
         assert self.sink.num_reserved_blocks == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.parallel.links import Link, speed_up
 from benchmarks.parallel.rank_steps import time_steps
+from benchmarks.parallel.step_plans import CONTEXT_TOKENS, NUM_DRAFTS, NUM_SEQUENCES, measure_plans
 from benchmarks.report import Row, run_benchmark
 from cluster.config import SHIPPED_CHECKPOINT
 from cluster.planner.communication import StepRows, step_traffic
@@ -43,7 +44,7 @@ DCP_SIZE = 8
 def measure(quick: bool) -> list[Row]:
     """What GLM-5.3 exchanges by layout, what the shipped checkpoint's ranks take here, and links of all speeds."""
     config = glm53()
-    return [*_exchanged(config), *_measured(quick), *_links(config)]
+    return [*_exchanged(config), *_told(quick), *_measured(quick), *_links(config)]
 
 
 def glm53() -> GlmConfig:
@@ -62,6 +63,18 @@ def _exchanged(config: GlmConfig) -> Iterator[Row]:
         what = f"GLM-5.3, 192 rows, {_name(layout)}"
         yield _row(f"{what}: sent by a rank in a step", sum(each.bytes_sent for each in traffic) / 1e6, "MB")
         yield _row(f"{what}: exchanges", sum(each.calls for each in traffic), "calls")
+
+
+def _told(quick: bool) -> Iterator[Row]:
+    num_steps = 50 if quick else 1000
+    costs = measure_plans(num_steps)
+    what = f"plan of a step, {NUM_SEQUENCES} requests x {1 + NUM_DRAFTS} rows at {CONTEXT_TOKENS:,} tokens"
+    both_us = 1e6 * (costs.encode_s + costs.decode_s)
+    yield Row(target="-", what=f"{what}: encode and decode", value=both_us, unit="us", goal="< 150", met=both_us < 150, repeats=num_steps)
+    yield _row(f"{what}: told to another process and answered", 1e6 * costs.told_s, "us", num_steps)
+    yield _row(f"{what}: size", costs.num_bytes / 1e3, "kB", num_steps)
+    yield _row(f"{what}, all tables new: encode and decode", 1e6 * costs.first_s, "us")
+    yield _row(f"{what}, all tables new: size", costs.first_bytes / 1e3, "kB")
 
 
 def _measured(quick: bool) -> Iterator[Row]:

@@ -20,9 +20,9 @@ from kv_transfer.messages import FinishReason, SamplingParameters, WorkerLoad
 from prefill_worker.config import PrefillConfig
 from prefill_worker.service import PrefillService
 from router.config import RouterConfig
+from router.generation_request import GenerationRequest
 from router.output import Wakeup
 from router.relay import RelayHooks
-from router.request_flow import GenerationRequest
 from router.service import DirectoryAddress, RouterService
 
 if TYPE_CHECKING:

@@ -59,7 +59,15 @@ class Loaded(_Message, frozen=True):
 
 
 class Begin(_Message, frozen=True):
-    """Leading rank -> another: all are loaded and alike; steps follow."""
+    """Leading rank -> another: all are loaded and alike; steps follow. Connect to `transfers_port` of my host for your transfers."""
+
+    transfers_port: int
+
+
+class Transfers(_Message, frozen=True):
+    """Another rank -> the leading one, first on a second connection: it is for the transfers of this rank (`transports/ranks.py`)."""
+
+    rank: int
 
 
 class Step(_Message, frozen=True):
@@ -82,7 +90,7 @@ class Beat(_Message, frozen=True):
     """Another rank -> the leading one, now and then: I live."""
 
 
-GroupMessage = Join | Welcome | Refused | Loaded | Begin | Step | Stop | Failed | Beat
+GroupMessage = Join | Welcome | Refused | Loaded | Begin | Transfers | Step | Stop | Failed | Beat
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[GroupMessage] = msgspec.msgpack.Decoder(GroupMessage)

@@ -14,15 +14,18 @@ from glm_runtime.engine.request_check import RequestLimits
 from glm_runtime.engine.runner import ModelRunner
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.engine.step_runner import StepRunner, run_empty_steps
+from glm_runtime.parallel.block_exchange import cache_sharding
 from glm_runtime.parallel.context import ParallelContext, one_rank
 from glm_runtime.runtime import GlmRuntime
 from glm_runtime.runtime_config import RuntimeConfig
 from glm_runtime.sampling.grammar import GrammarCompiler
 from kv_transfer.block_pool import BlockPool
+from kv_transfer.geometry import ONE_RANK, CacheSharding, rank_incarnation
 from kv_transfer.identity import BlockId, Incarnation, SequenceId
 from kv_transfer.layout import CacheLayout
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.pool_memory import PoolMemory
+from kv_transfer.transports.ranks import FrameLink
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class LoadedModel:
     what is measured while serving and, before that, by `measured_costs`. min_draft_probability: see `RuntimeConfig`. grammars: None
     where the tokenizer does not serve for constrained output. hidden_state_bytes: of one row's hidden state, which depends on the
     numerics; None where nothing is drafted. numerics, kernels: the mode, and "native" or "torch", as it came out; what peers are told.
+    sharding: how the pool's blocks lie on the worker's ranks. rank_links: to the transfers of ranks 1, 2 ...
     """
 
     runner: StepRunner
@@ -55,6 +59,8 @@ class LoadedModel:
     hidden_state_bytes: int | None = None
     numerics: str = ""
     kernels: str = ""
+    sharding: CacheSharding = ONE_RANK
+    rank_links: tuple[FrameLink, ...] = ()
 
 
 class LoggedLoading:
@@ -89,15 +95,19 @@ class RankLead(Protocol):
     def start(self, runner: StepRunner, terms: RankTerms) -> StepRunner:
         """Wait until they are loaded; what is returned runs steps on all ranks."""
 
+    def link_transfers(self) -> tuple[FrameLink, ...]:
+        """After `start`: the connections to their transfers, rank 1 first."""
+
 
 def load_rank(runtime_config: RuntimeConfig, context: ParallelContext, incarnation: Incarnation) -> LoadedRank:
-    """Load one rank's part of the checkpoint and map its pool with the incarnation's probe pattern. Takes seconds to minutes.
+    """Load one rank's part of the checkpoint and map its pool with the rank's probe pattern. Takes seconds to minutes.
 
+    incarnation: of the worker, the same on all its ranks.
     Raises ConfigError as `GlmRuntime.load` does.
     """
     runtime = GlmRuntime.load(runtime_config, LoggedLoading().report, context)
     memory = PoolMemory(runtime.num_blocks, runtime.layout.block_bytes)
-    memory.write_probe(incarnation)
+    memory.write_probe(rank_incarnation(incarnation, context.worker.rank))
     return LoadedRank(runtime=runtime, memory=memory, runner=runtime.attach(memory))
 
 
@@ -113,7 +123,9 @@ def load_model(
     rank = load_rank(runtime_config, context, incarnation)
     runtime = rank.runtime
     runner: StepRunner = rank.runner if lead is None else lead.start(rank.runner, rank_terms(runtime))
-    num_blocks = runtime.num_blocks * context.layout.dcp_size
+    rank_links = () if lead is None else lead.link_transfers()
+    sharding = cache_sharding(context.layout)
+    num_blocks = runtime.num_blocks * sharding.num_homes
     _warm_up(runner)
     measured_costs = _measure(runner, runtime, num_blocks) if drafts_here else MeasuredCosts()
     run_empty_steps(runner)  # other workers of the replica may have more to measure
@@ -123,7 +135,7 @@ def load_model(
         layout=runtime.layout,
         weights_version=runtime.weights_version,
         memory=rank.memory,
-        pool=BlockPool(num_blocks, block_size_tokens),
+        pool=BlockPool(num_blocks, block_size_tokens, sharding.num_homes),
         request_limits=RequestLimits(
             vocab_size=runtime.config.vocab_size,
             max_model_len_tokens=runtime.max_model_len_tokens,
@@ -138,6 +150,8 @@ def load_model(
         hidden_state_bytes=runtime.hidden_state_bytes,
         numerics=runtime.model.numerics.mode,
         kernels=_kernels(runtime),
+        sharding=sharding,
+        rank_links=rank_links,
     )
 
 

@@ -1,7 +1,7 @@
 """A step plan as bytes, for the ranks that did not decide it: of a block table and of parameters, only what has changed.
 
 Knows: what the other ranks must be told, and what both ends remember of the last plan. Does not know how bytes travel
-(`step_channel.py`). Encoder and decoder are mirrors: each frame of one encoder goes to each of its decoders once, in order.
+(`rank_group.py`). Encoder and decoder are mirrors: each frame of one encoder goes to each of its decoders once, in order.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import msgspec
 
 from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
 
@@ -44,6 +45,7 @@ class _Plan(msgspec.Struct, frozen=True, array_like=True):
     step_number: int
     pieces: tuple[_Piece, ...]
     stop_rule: tuple[float, float] | None
+    copies: tuple[BlockCopy, ...]
 
 
 class _Known(msgspec.Struct):
@@ -68,7 +70,7 @@ class PlanEncoder:
         before, self._known = self._known, {}
         pieces = tuple([self._piece(piece, before.get(piece.sequence_id)) for piece in plan.slices])
         rule = plan.stop_rule
-        return _ENCODER.encode(_Plan(plan.step_number, pieces, None if rule is None else (rule.row, rule.step)))
+        return _ENCODER.encode(_Plan(plan.step_number, pieces, None if rule is None else (rule.row, rule.step), plan.copies))
 
     def _piece(self, piece: SequenceSlice, known: _Known | None) -> _Piece:
         if known is None:
@@ -115,7 +117,7 @@ class PlanDecoder:
         plan = _DECODER.decode(frame)
         before, self._known = self._known, {}
         slices = tuple([self._slice(piece, before.get(piece.sequence_id)) for piece in plan.pieces])
-        return StepPlan(step_number=plan.step_number, slices=slices, stop_rule=_stop_rule(plan.stop_rule))
+        return StepPlan(step_number=plan.step_number, slices=slices, stop_rule=_stop_rule(plan.stop_rule), copies=plan.copies)
 
     def _slice(self, piece: _Piece, known: _Known | None) -> SequenceSlice:
         if known is None:

@@ -27,6 +27,7 @@ from glm_runtime.engine.group_messages import (
     Refused,
     Step,
     Stop,
+    Transfers,
     Welcome,
     decode,
     encode,
@@ -157,7 +158,7 @@ class GroupRunner:
         if self._watch.fault is not None:
             raise self._watch.fault
         try:
-            if plan.slices or self._joins_others:
+            if plan.slices or plan.copies or self._joins_others:
                 frame = encode(Step(self._encoder.encode(plan)))
                 for link in self._links.values():
                     link.send(frame)
@@ -196,7 +197,9 @@ class GroupLead:
         self._wire = wire
         self._on_fault = on_fault
         self._listener = RankListener(host)
+        self._transfers_listener = RankListener(host)
         self._links: dict[int, RankLink] = {}
+        self._transfer_links: dict[int, RankLink] = {}
         self._watch: RankWatch | None = None
 
     @property
@@ -215,7 +218,7 @@ class GroupLead:
         layout = self._config.layout
         while missing := [rank for rank in range(1, layout.num_ranks) if rank not in self._links]:
             try:
-                self._admit(max(0.0, deadline_s - time.monotonic()))
+                self._admit(max(0.0, deadline_s - time.monotonic()), self._listener, self._join)
             except TransferTimeout as error:
                 raise EngineFault(
                     f"ranks {missing} of {self._me.party_id} have not joined within {self._config.start_timeout_s:g} s"
@@ -235,16 +238,30 @@ class GroupLead:
         for rank in sorted(self._links):
             self._compare(rank, terms, deadline_s)
         for link in self._links.values():
-            link.send(encode(Begin()))
+            link.send(encode(Begin(self._transfers_listener.port)))
         self._watch = RankWatch(self._me.party_id, self._links, self._wire, self._on_fault)
         joins_others = self._config.layout.dp_size > 1
         return GroupRunner(self._me.party_id, runner, self._links, self._watch, joins_others=joins_others)
+
+    def link_transfers(self) -> tuple[RankLink, ...]:
+        """After `start`: the connections to the other ranks' transfers, rank 1 first. Raises EngineFault when they do not come."""
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        while missing := sorted(self._links.keys() - self._transfer_links.keys()):
+            try:
+                self._admit(max(0.0, deadline_s - time.monotonic()), self._transfers_listener, self._take_transfers)
+            except TransferTimeout as error:
+                raise EngineFault(
+                    f"ranks {missing} of {self._me.party_id} have not connected their transfers within {self._config.start_timeout_s:g} s"
+                ) from error
+        self._transfers_listener.close()
+        return tuple(self._transfer_links[rank] for rank in sorted(self._transfer_links))
 
     def close(self, *, has_ended_well: bool) -> None:
         """Listen no more. Where the worker has ended well, tell the others and wait for their ends, shortly; otherwise leave their
         connections to the end of this process, so that whoever watches the processes hears this rank's reason first.
         """
         self._listener.close()
+        self._transfers_listener.close()
         if self._watch is not None:
             self._watch.stop()
         if has_ended_well:
@@ -255,9 +272,9 @@ class GroupLead:
                 _wait_for_end(link)
                 link.close()
 
-    def _admit(self, timeout_s: float) -> None:
+    def _admit(self, timeout_s: float, listener: RankListener, take: Callable[[RankLink, Party], str | None]) -> None:
         """Take the next connection. One that is not of this worker is refused and changes nothing."""
-        link = self._listener.accept(timeout_s, self._wire)
+        link = listener.accept(timeout_s, self._wire)
         try:
             party = link.prove(self._secret, self._me, Role.LISTENER, self._wire, self._wire.hello_timeout_s)
         except ServingError as error:
@@ -265,7 +282,7 @@ class GroupLead:
             link.close()
             return
         try:
-            reason = self._join(link, party)
+            reason = take(link, party)
         except ServingError as error:
             reason = str(error)
         if reason is not None:
@@ -288,6 +305,17 @@ class GroupLead:
             return f"rank {rank} of {self._me.party_id} is here already"
         self._links[rank] = link
         self.pids[rank] = message.pid
+        return None
+
+    def _take_transfers(self, link: RankLink, party: Party) -> str | None:
+        """Why the connection is refused, or None when it is that of one of our ranks."""
+        message = decode(link.receive(self._wire.hello_timeout_s))
+        if not isinstance(message, Transfers):
+            return f"{type(message).__name__} is not what the connection of a rank's transfers begins with"
+        rank = message.rank
+        if rank not in self._links or rank in self._transfer_links or party.party_id != rank_name(self._me.party_id, rank):
+            return f"{party.party_id} says that it has the transfers of rank {rank}; nobody waits for them"
+        self._transfer_links[rank] = link
         return None
 
     def _compare(self, rank: int, terms: RankTerms, deadline_s: float) -> None:

@@ -24,6 +24,7 @@ from glm_runtime.model import ForcedChoices, GlmModel
 from glm_runtime.mtp import MtpLayer
 from glm_runtime.ops.vocab_argmax import Best
 from glm_runtime.paged_cache import PagedCache
+from glm_runtime.parallel.block_exchange import cache_sharding, exchange_blocks
 from glm_runtime.parallel.decode_context import BlockShare
 from glm_runtime.parallel.expert_balance import ExpertBalancer
 from glm_runtime.parallel.lock_step import LockStep
@@ -68,8 +69,12 @@ class ModelRunner:
         breaks the rules of `SequenceSlice`, EngineFault when a row to sample has logits that are not finite (damaged weights or a
         damaged cache): on all ranks together.
 
-        On ranks that do not lead their worker the result has no log-probabilities.
+        On ranks that do not lead their worker the result has no log-probabilities. Before anything else the ranks copy the plan's `copies`
+        among themselves, so that every row, of this step or a later one, finds them on every rank that has their blocks.
         """
+        if plan.copies:
+            context = self.model.context
+            exchange_blocks(context.worker, cache_sharding(context.layout), self.cache.blocks, plan.copies)
         with torch.inference_mode():
             is_needed, needs_seeds = self._lock_step.anyone(bool(plan.slices), self._drafter is not None and needs_seed(plan))
             if not is_needed:

@@ -7,7 +7,8 @@ sequence that decodes a thousand steps costs its blocks one holder each, not a t
 
 from collections.abc import Collection, Iterable
 
-from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import EXCHANGE, BlockPool, Holder, HolderKind
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.identity import BlockId, SequenceId
 
 
@@ -18,6 +19,8 @@ class StepHolders:
         self._pool = pool
         self._in_flight: Collection[SequenceId] = ()
         self._left: set[SequenceId] = set()
+        self._to_copy: list[BlockCopy] = []
+        self._copying: tuple[BlockCopy, ...] = ()
 
     def cover(self, sequence_id: SequenceId, block_ids: Iterable[BlockId]) -> None:
         """The sequence's steps may read or store these blocks from now on; the caller holds them already."""
@@ -37,9 +40,22 @@ class StepHolders:
         assert not self._in_flight, "a step is launched while another is in flight"
         self._in_flight = tuple(sequence_ids)
 
+    def copy_later(self, copies: Iterable[BlockCopy]) -> None:
+        """The ranks must copy these blocks among themselves; they have an EXCHANGE holder until a step has."""
+        self._to_copy += copies
+
+    def launch_copies(self) -> tuple[BlockCopy, ...]:
+        """What the step that begins now copies first: everything since the last."""
+        assert not self._copying, "copies are launched while others are in flight"
+        self._copying, self._to_copy = tuple(self._to_copy), []
+        return self._copying
+
     def land(self) -> None:
         """The step in flight has returned: no byte of it is stored any more."""
         self._in_flight = ()
+        if self._copying:
+            self._pool.release([copy.block_id for copy in self._copying], EXCHANGE)
+            self._copying = ()
         for sequence_id in self._left:
             self._pool.release_all(_holder_of(sequence_id))
         self._left.clear()

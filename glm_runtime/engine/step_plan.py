@@ -8,6 +8,7 @@ import msgspec
 from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.sampling.grammar import GrammarState
 from glm_runtime.sampling.history import TokenHistory
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters, TokenLogprobs
 
@@ -72,12 +73,14 @@ class StepPlan:
     """One forward over any mix of prefill chunks and decode rows. A sequence occurs at most once.
 
     Without slices it is the step of a worker that has nothing to compute while others of its replica may have.
-    stop_rule: when fewer drafts than `num_next_drafts` are made; None is never.
+    stop_rule: when fewer drafts than `num_next_drafts` are made; None is never. copies: blocks that the ranks of the worker copy among
+    themselves before anything else (`parallel/block_exchange.py`); a step may do no more than that.
     """
 
     step_number: int
     slices: tuple[SequenceSlice, ...]
     stop_rule: StopRule | None = None
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

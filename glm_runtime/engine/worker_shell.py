@@ -134,7 +134,7 @@ class WorkerShell:
             await self._close(thread)
 
     async def _load(self, thread: EngineThread) -> bool:
-        """Load the model on the engine thread and make the role; False when a stop came first."""
+        """Load the model on the engine thread; False when a stop came first. Raises what `fault` was told meanwhile: a lost rank."""
         incarnation, drafts_here, lead = self.me.incarnation, self._role_name == "decode", self._lead
         loading = thread.submit(lambda config: load_model(config, incarnation, drafts_here=drafts_here, lead=lead), self._runtime_config)
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -143,6 +143,8 @@ class WorkerShell:
         stopping.cancel()
         if not loading.done():
             loading.cancel()
+            if self._fault is not None:
+                raise self._fault
             return False
         self._model = loading.result()
         return True

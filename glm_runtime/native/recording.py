@@ -31,10 +31,10 @@ class Recording:
 def record(kernels: NativeLibrary, function: Callable[[], Sequence[Tensor]], most_bytes: int) -> Recording | None:
     """Call `function` and note what it calls. Each replay overwrites the result that it had.
 
-    What Python decides by the numbers it sees (checks, say) is not decided again. So the calls alone may not make the result, and that is
-    tried: everything that the function made is spoilt, and must come out of a replay bit for bit; None where it does not, and where
-    it made more than `most_bytes`. What the function changes of its surroundings it must change again in the same way. Its result
-    must have no NaN.
+    What Python decides by the numbers it sees (checks, say) is not decided again: do not record a function whose result depends on a
+    number that Python has read. That the calls alone make the result is tried, over the same numbers: everything that the function made
+    is spoilt, and must come out of a replay bit for bit; None where it does not, and where it made more than `most_bytes`. What the
+    function changes of its surroundings it must change again in the same way. Its result must have no NaN.
     """
     with kernels.noted_calls() as calls, _NotedOperations(calls) as noted:
         result = function()

@@ -73,7 +73,7 @@ class Exchange(Protocol):
 class Collectives:
     """One group as one rank sees it. size 1 exchanges nothing, counts nothing and returns its inputs.
 
-    Tensors must be contiguous. Raises EngineFault, through the library's error, when a rank is gone or late.
+    Tensors must be contiguous. When a rank is gone or late the library raises RuntimeError, which ends the step.
     """
 
     def __init__(self, kind: GroupKind, rank: int, size: int, exchange: Exchange | None, meter: CommunicationMeter) -> None:

@@ -6,7 +6,8 @@
 
 A block id of such a worker is group-wide: it names a rank, its home, and a block of that rank's pool. Block i of a sequence has home
 i % size, so a rank's own blocks are every `size`-th entry of a block table, and its own tokens, counted alone, are whole blocks but for
-the sequence's last one. Source: FACTS 6.4, with interleave = block size.
+the sequence's last one. Source: FACTS 6.4, with interleave = block size. What an id means, and which rank serves which block to another
+worker: `kv_transfer/geometry.py`.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glm_runtime.step_batch import RowSpan, ScoredRows, ScoredShare, StepBatch
+from kv_transfer.geometry import CacheSharding
 from kv_transfer.identity import BlockId
 
 Ids = NDArray[np.int64]
@@ -26,17 +28,17 @@ Ids = NDArray[np.int64]
 
 def home_of(block_id: int, size: int) -> int:
     """The rank, of `size` in a decode context group, that keeps a group-wide block."""
-    return block_id % size
+    return CacheSharding.by_block(size).home(BlockId(block_id))
 
 
 def local_block(block_id: int, size: int) -> int:
     """Which block of its home's pool a group-wide block is."""
-    return block_id // size
+    return CacheSharding.by_block(size).local_id(BlockId(block_id))
 
 
 def group_block(local: int, home: int, size: int) -> BlockId:
     """The group-wide id of a block of one rank's pool: undoes `home_of` and `local_block`."""
-    return BlockId(local * size + home)
+    return CacheSharding.by_block(size).group_id(home, BlockId(local))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,10 @@ class ExpertBalancer:
     def __init__(self, shelves: Sequence[ExpertShelf], group: Collectives, every_steps: int) -> None:
         self.num_moved = 0
         self._shelves = _movable(shelves, group)
+        if len(self._shelves) < len(shelves) and group.rank == 0:
+            logger.warning(
+                "experts of some layers stay: their sizes differ from rank to rank movable=%d of=%d", len(self._shelves), len(shelves)
+            )
         self._group = group
         self._every_steps = every_steps
         self._num_steps = 0
@@ -136,6 +140,8 @@ class ExpertBalancer:
             self._look()
 
     def _look(self) -> None:
+        if not self._shelves:
+            return
         counts = torch.stack([shelf.taken for shelf in self._shelves]).float()
         loads = self._group.all_reduce(counts).tolist()
         for shelf, load in zip(self._shelves, loads, strict=True):

@@ -1,4 +1,4 @@
-"""Makes a rank's groups over gloo (CPU) or NCCL (CUDA): the only module that knows these libraries.
+"""Makes a rank's groups over gloo (CPU) or NCCL (CUDA, not run anywhere yet): the only module that knows these libraries.
 
 Groups are objects of their own, not torch's global default group: a process may be a rank of several replicas, as in tests. Ranks find
 each other through a TCPStore that the replica's rank 0 serves on a port of the system's choice.

@@ -11,16 +11,17 @@ from typing import Protocol
 from kv_transfer.errors import TransferError
 from kv_transfer.handoff import PostRead
 from kv_transfer.identity import Incarnation, PeerId
-from kv_transfer.messages import PeerOffer
+from kv_transfer.messages import PeerOffer, RankOffer
 
 
 @dataclass(frozen=True, slots=True)
 class AgentDescription:
-    """One pair's own agent, as it goes into a PeerOffer."""
+    """One pair's own agent, as it goes into a PeerOffer; of a worker of several ranks rank 0's, and the others' with their pools."""
 
     name: str
     epoch: int
     metadata: bytes
+    other_ranks: tuple[RankOffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from router.gateway.logprobs import CompletionLogprobs, join_completion_logprobs
 from router.gateway.sampling import check_context, check_prompt_bytes
 from router.gateway.schema import CompletionRequest, parse_prompts, parse_request
 from router.gateway.surface import AnswerWriter, GatewayParts, GeneratingEndpoint, new_response_id, now_unix_s
-from router.request_flow import GenerationRequest
+from router.generation_request import GenerationRequest
 
 
 class CompletionEndpoint(GeneratingEndpoint):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from kv_transfer.identity import RequestId
 from kv_transfer.messages import TokenLogprobs
 from router.gateway.answer import Answer, TextDelta
+from router.generation_request import GenerationRequest
 from router.output import Output, Wakeup
 from router.relay import Relay
-from router.request_flow import GenerationRequest
 
 
 @dataclass(slots=True)

@@ -46,6 +46,8 @@ def _describe_worker(view: WorkerView) -> dict[str, Any]:
         "id": view.ref.worker_id,
         "role": view.entry.role,
         "pid": view.entry.pid,
+        "parallel": view.entry.parallel,
+        "rank_pids": view.entry.rank_pids,
         "state": view.state.value,
         "incarnation": f"{view.ref.incarnation:x}",
         "address": f"{view.entry.address.host}:{view.entry.address.port}",

@@ -42,8 +42,8 @@ from router.gateway.sampling import (
 )
 from router.gateway.schema import GenerationFields, find_ignored_fields
 from router.gateway.tokenizer import TextTokenizer
+from router.generation_request import GenerationRequest
 from router.relay import Relay
-from router.request_flow import GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -82,3 +82,21 @@ def test_answers_are_those_of_one_rank_wherever_experts_lie(rank_pool: RankPool,
     answers, num_moved = rank_pool.run(layout, answers_after_moves)[0]
     assert num_moved > 0, "load this uneven moves experts"
     assert_answers(answers, *one_rank_answers(CONFIG, PROMPTS, GREEDY))
+
+
+def steps_with_unequal_sizes(context: ParallelContext) -> int:
+    placement = ExpertPlacement.even(NUM_EXPERTS, 2)
+    stacks = stack_of(placement.slots[context.rank])
+    if context.rank:
+        assert isinstance(stacks.down, Tensor)
+        stacks.down = stacks.down.float()
+    shelf = ExpertShelf(stacks, placement)
+    balancer = ExpertBalancer([shelf], context.world, 2)
+    shelf.taken[0] = 1000
+    for _ in range(6):
+        balancer.after_step()
+    return balancer.num_moved
+
+
+def test_experts_of_unequal_sizes_stay_where_they_are(rank_pool: RankPool) -> None:
+    assert rank_pool.run(ParallelLayout(tp_size=2, is_expert_parallel=True), steps_with_unequal_sizes) == [0, 0]

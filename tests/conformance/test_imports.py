@@ -21,6 +21,7 @@ CONTRACT = (
     "layout",
     "grammar",
     "request_values",
+    "worker_values",
     "messages",
     "block_keys",
     "handoff",

@@ -10,13 +10,28 @@ from kv_transfer.errors import PeerLost, TransferError
 from kv_transfer.handoff import PostRead
 from kv_transfer.identity import BlockId, Incarnation, PeerId
 from kv_transfer.transports.base import ReadOutcome
-from tests.conformance.transport_ends import BLOCK_BYTES, NUM_BLOCKS, READER, End, LoopbackWorld, NixlWorld, Remote, World
+from tests.conformance.transport_ends import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    READER,
+    End,
+    LoopbackGroupWorld,
+    LoopbackWorld,
+    NixlGroupWorld,
+    NixlWorld,
+    Remote,
+    World,
+)
 from tests.probing import read_probe
 
 WORLDS = {
     "loopback": LoopbackWorld,
     "nixl": NixlWorld,
     "nixl_tcp": lambda: NixlWorld((("engine_config", "TLS=tcp,NET_DEVICES=lo"),)),
+    "loopback_2_of_4_ranks": lambda: LoopbackGroupWorld(2, 4),
+    "loopback_1_of_2_ranks": lambda: LoopbackGroupWorld(1, 2),
+    "loopback_2_ranks_of_1": lambda: LoopbackGroupWorld(2, 1),
+    "nixl_2_of_2_ranks": NixlGroupWorld,
 }
 
 
@@ -59,7 +74,7 @@ def outcomes(reader: End, count: int, within_s: float = 20.0) -> dict[int, ReadO
 
 
 def content(reader: End, block_id: int) -> set[int]:
-    return set(reader.memory.block(BlockId(block_id)))
+    return reader.content(block_id)
 
 
 def test_done_means_that_the_bytes_are_here_and_nowhere_else(pair: tuple[End, Remote]) -> None:

@@ -208,3 +208,11 @@ def test_a_hung_step_ends_the_service_though_it_never_returns(cell: Cell) -> Non
     assert isinstance(error, EngineFault)
     assert "hangs" in str(error)
     gate.set()
+
+
+def test_a_rank_that_is_lost_while_the_model_loads_ends_the_service_with_the_reason(cell: Cell) -> None:
+    shell = start_spoilt(cell, None)
+    while "p0" not in cell.outcomes:  # as the watch over the ranks tells it, from its own thread; loading takes longer than this
+        shell._rank_lost(EngineFault("rank 1 of p0 is gone"))
+        time.sleep(0.01)
+    assert "rank 1 of p0 is gone" in str(cell.join("p0"))

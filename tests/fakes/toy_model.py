@@ -3,6 +3,8 @@
 A stale, foreign or missing byte anywhere in the cache of a sequence changes its text, so equality with `toy_generate` checks
 allocation, transfer, sharing and scheduling together (PROTOCOL: how to test it without a GPU).
 
+It may have several ranks: each stores what it has a home for, copies what a plan says, and what is read must be equal on all that have it.
+
 With drafts it also keeps MTP entries, made of a token and the one after it. They must not change any text, so every step checks those of
 all positions before it; and its drafts are right about three times in four.
 """
@@ -20,6 +22,7 @@ from glm_runtime.engine.step_plan import SequenceSlice, StepPlan, StepResult
 from glm_runtime.engine.verification import accepted_run
 from glm_runtime.sampling.grammar import GrammarState
 from kv_transfer.block_pool import BlockPool
+from kv_transfer.geometry import ONE_RANK, CacheSharding, rank_incarnation
 from kv_transfer.identity import BlockId, Incarnation
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.messages import SamplingParameters, TokenLogprobs
@@ -112,10 +115,13 @@ def toy_generate(prompt: Sequence[int], sampling: SamplingParameters) -> list[in
 
 
 class ToyRunner:
-    """Stores entries in the pool's bytes and reads them back through the block table, as a kernel would."""
+    """Stores entries in the pools' bytes and reads them back through the block table, as kernels would. memories: by rank."""
 
-    def __init__(self, memory: PoolMemory, max_step_tokens: int, *, has_mtp: bool = False) -> None:
-        self._memory = memory
+    def __init__(
+        self, memories: Sequence[PoolMemory], max_step_tokens: int, *, has_mtp: bool = False, sharding: CacheSharding = ONE_RANK
+    ) -> None:
+        self.memories = memories
+        self._sharding = sharding
         self._max_step_tokens = max_step_tokens
         self._has_mtp = has_mtp
         self.num_tokens = 0
@@ -123,15 +129,20 @@ class ToyRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """See `ModelRunner.run`; also checks the rules of a plan."""
-        assert 0 < plan.num_tokens <= self._max_step_tokens, f"a step of {plan.num_tokens} tokens"
+        assert plan.num_tokens or plan.copies, "a step of nothing"
+        assert plan.num_tokens <= self._max_step_tokens, f"a step of {plan.num_tokens} tokens"
         assert len({piece.sequence_id for piece in plan.slices}) == len(plan.slices), "a sequence occurs twice in a step"
         self.num_tokens += plan.num_tokens
+        for block_id, rank in plan.copies:
+            content = bytes(self.memories[rank].block(self._sharding.local_id(block_id)))
+            for view in self._views(block_id):
+                view[:] = content
         slices = [self._seeded(piece) for piece in plan.slices]
         for piece in slices:
             for index, token in enumerate(piece.tokens):
                 position = piece.start + index
                 for component in range(2):
-                    self._entry(piece.block_table, position, component)[:] = toy_entry(token, position)
+                    self._store(piece.block_table, position, component, toy_entry(token, position))
         samples = {piece.sequence_id: self._draw(piece, piece.sampling) for piece in slices if piece.sampling is not None}
         drafts, hidden_states = {}, {}
         for piece in slices:
@@ -179,7 +190,7 @@ class ToyRunner:
         masks = piece.grammar.masks(piece.tokens[piece.num_given :]) if piece.grammar is not None else None
         for number in range(piece.num_drafts + 1):
             end = piece.start + piece.num_given + number
-            entries = [bytes(self._entry(piece.block_table, at, part)) for part in range(2) for at in range(end)]
+            entries = [self._entry(piece.block_table, at, part) for part in range(2) for at in range(end)]
             drawn.append(toy_token(entries, sampling, piece.token_index + number, masks[number] if masks is not None else None))
         return accepted_run(drawn, piece.tokens[piece.num_given :])
 
@@ -188,7 +199,7 @@ class ToyRunner:
         known = self._tokens(piece.block_table, piece.start)
         for position, (token, after) in enumerate(itertools.pairwise([*known, piece.tokens[0]])):
             for component in (2, 3):
-                found = bytes(self._entry(piece.block_table, position, component))
+                found = self._entry(piece.block_table, position, component)
                 assert found == toy_mtp_entry(token, after, position), f"{piece.sequence_id}: MTP entry {component} of position {position}"
         if piece.sampling is None:
             assert piece.next_token is not None
@@ -197,34 +208,54 @@ class ToyRunner:
         for index, (token, after) in enumerate(itertools.pairwise(standing)):
             for component in (2, 3):
                 position = piece.start + index
-                self._entry(piece.block_table, position, component)[:] = toy_mtp_entry(token, after, position)
+                self._store(piece.block_table, position, component, toy_mtp_entry(token, after, position))
 
     def _tokens(self, block_table: Sequence[int], end: int) -> list[int]:
         """The tokens of positions [0, end), as the cache has them."""
         numbers = [int.from_bytes(self._entry(block_table, position, 0), "little") for position in range(end)]
         return [(number - 1 - position) // 100_000 for position, number in enumerate(numbers)]
 
-    def _entry(self, block_table: Sequence[int], position: int, component: int) -> memoryview:
-        block = self._memory.block(BlockId(block_table[position // BLOCK_SIZE_TOKENS]))
+    def _entry(self, block_table: Sequence[int], position: int, component: int) -> bytes:
+        found = {bytes(view) for view in self._places(block_table, position, component)}
+        assert len(found) == 1, f"ranks have different bytes of position {position}"
+        return found.pop()
+
+    def _store(self, block_table: Sequence[int], position: int, component: int, entry: bytes) -> None:
+        for view in self._places(block_table, position, component):
+            view[:] = entry
+
+    def _places(self, block_table: Sequence[int], position: int, component: int) -> list[memoryview]:
+        """Where the ranks that have it keep one entry."""
+        block_id = BlockId(block_table[position // BLOCK_SIZE_TOKENS])
+        assert self._sharding.has(self._sharding.serving_rank(position // BLOCK_SIZE_TOKENS), block_id), "a block is on another home"
         start = component * BLOCK_SIZE_TOKENS * ENTRY_BYTES + position % BLOCK_SIZE_TOKENS * ENTRY_BYTES
-        return block[start : start + ENTRY_BYTES]
+        return [view[start : start + ENTRY_BYTES] for view in self._views(block_id)]
+
+    def _views(self, block_id: BlockId) -> list[memoryview]:
+        return [self.memories[rank].block(self._sharding.local_id(block_id)) for rank in self._sharding.ranks(block_id)]
 
 
-def make_toy_model(*, num_blocks: int, max_step_tokens: int, incarnation: Incarnation, max_drafts: int = 0) -> LoadedModel:
-    """A toy with a pool of its own, poisoned."""
+def make_toy_model(
+    *, num_blocks: int, max_step_tokens: int, incarnation: Incarnation, max_drafts: int = 0, sharding: CacheSharding = ONE_RANK
+) -> LoadedModel:
+    """A toy with a pool of its own, poisoned. num_blocks: over all homes, rounded up to as many of each."""
     layout = TOY_LAYOUT_WITH_MTP if max_drafts else TOY_LAYOUT
-    memory = PoolMemory(num_blocks, layout.block_bytes)
-    memory.buffer[:] = b"\xff" * len(memory.buffer)
-    memory.write_probe(incarnation)
+    num_local = -(-num_blocks // sharding.num_homes)
+    num_blocks = num_local * sharding.num_homes
+    memories = [PoolMemory(num_local, layout.block_bytes) for _ in range(sharding.num_ranks)]
+    for rank, memory in enumerate(memories):
+        memory.buffer[:] = b"\xff" * len(memory.buffer)
+        memory.write_probe(rank_incarnation(incarnation, rank))
     return LoadedModel(
-        runner=ToyRunner(memory, max_step_tokens, has_mtp=max_drafts > 0),
+        runner=ToyRunner(memories, max_step_tokens, has_mtp=max_drafts > 0, sharding=sharding),
         layout=layout,
         weights_version="toy",
-        memory=memory,
-        pool=BlockPool(num_blocks, BLOCK_SIZE_TOKENS),
+        memory=memories[0],
+        pool=BlockPool(num_blocks, BLOCK_SIZE_TOKENS, sharding.num_homes),
         request_limits=RequestLimits(vocab_size=VOCAB_SIZE, max_model_len_tokens=400, capacity_tokens=num_blocks * BLOCK_SIZE_TOKENS),
         max_step_tokens=max_step_tokens,
         max_drafts=max_drafts,
         hidden_state_bytes=len(toy_hidden(0, 0)) if max_drafts else None,
         grammars=toy_grammars(),
+        sharding=sharding,
     )

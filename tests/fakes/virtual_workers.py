@@ -39,10 +39,10 @@ from kv_transfer.messages import (
     WorkerTable,
 )
 from router.config import RouterConfig
+from router.generation_request import GenerationRequest
 from router.output import Output, Wakeup
 from router.policy import WorkerRef
 from router.relay import Relay, RelayHooks, RequestRecord
-from router.request_flow import GenerationRequest
 
 TICK_S = 0.1
 PING_S = 1.0

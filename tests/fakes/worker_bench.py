@@ -6,7 +6,7 @@ pair handshake are missing (tests/conformance/test_worker_pair.py has those).
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,13 @@ from decode_worker.receiver import Receiver
 from decode_worker.sequences import DecodeSequences
 from decode_worker.token_outbox import TokenOutbox
 from glm_runtime.engine.grammar_desk import GrammarDesk
+from glm_runtime.engine.loaded_model import LoadedModel
 from glm_runtime.engine.step_holders import StepHolders
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import TransferError
+from kv_transfer.geometry import ONE_RANK, CacheSharding, rank_peer
 from kv_transfer.handoff import PostRead
-from kv_transfer.identity import Incarnation, PeerId, RequestId, TransferId, WorkerId, pack_tokens
+from kv_transfer.identity import BlockId, Incarnation, PeerId, RequestId, TransferId, WorkerId, pack_tokens
 from kv_transfer.link import Party
 from kv_transfer.messages import (
     Ask,
@@ -47,12 +49,14 @@ from kv_transfer.messages import (
 from kv_transfer.pairing import PairTerms
 from kv_transfer.sink_session import SinkSession
 from kv_transfer.source_session import SourceSession
+from kv_transfer.transports.group import GroupTransport
 from kv_transfer.transports.loopback import LoopbackFabric, LoopbackTransport
+from kv_transfer.transports.ranks import LocalRank
 from prefill_worker.config import PrefillConfig
 from prefill_worker.engine import PrefillEngine
 from prefill_worker.sender import Sender
 from prefill_worker.sequences import PrefillSequences
-from tests.fakes.toy_model import make_toy_model
+from tests.fakes.toy_model import ToyRunner, make_toy_model
 from tests.probing import read_probe
 
 TIMERS = ProtocolTimers(credit_output_tokens=16)
@@ -152,6 +156,32 @@ class BenchWorker:
         return launched
 
 
+def bench_transport(
+    fabric: LoopbackFabric, me: Party, model: LoadedModel, owner_of: Callable[[BlockId], Hashable] = lambda _block_id: None
+) -> GroupTransport:
+    """A transport of all ranks, as a worker has it. owner_of: of group-wide ids."""
+    assert isinstance(model.runner, ToyRunner)
+    sharding = model.sharding
+
+    def owner_on(rank: int) -> Callable[[BlockId], Hashable]:
+        return lambda local_id: owner_of(sharding.group_id(rank % sharding.num_homes, local_id))
+
+    ranks = [
+        LocalRank(
+            LoopbackTransport(
+                fabric,
+                rank_peer(me.peer_id, rank),
+                memory,
+                num_components=len(model.layout.components),
+                owner_of=owner_on(rank),
+            ),
+            memory,
+        )
+        for rank, memory in enumerate(model.runner.memories)
+    ]
+    return GroupTransport(ranks, sharding)
+
+
 class PrefillBench(BenchWorker):
     def __init__(
         self,
@@ -163,16 +193,21 @@ class PrefillBench(BenchWorker):
         max_step_tokens: int,
         config: PrefillConfig,
         max_drafts: int = 0,
+        sharding: CacheSharding = ONE_RANK,
     ) -> None:
         super().__init__()
         self.me = Party(PartyKind.PREFILL, f"prefill-{number}", Incarnation(1000 + number))
         self.model = make_toy_model(
-            num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation, max_drafts=max_drafts
+            num_blocks=num_blocks,
+            max_step_tokens=max_step_tokens,
+            incarnation=self.me.incarnation,
+            max_drafts=max_drafts,
+            sharding=sharding,
         )
-        self.transport = LoopbackTransport(fabric, self.me.peer_id, self.model.memory, num_components=len(self.model.layout.components))
+        self.transport = bench_transport(fabric, self.me, self.model)
         holders = StepHolders(self.model.pool)
         self.sequences = PrefillSequences(self.model.pool, holders)
-        self.session = SourceSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout.component_mask)
+        self.session = SourceSession(self.model.pool, self.me.incarnation, TIMERS, self.model.layout.component_mask, sharding)
         self.outside = BenchOutside(self.me, wire)
         self.sender = Sender(
             self.session,
@@ -233,19 +268,18 @@ class DecodeBench(BenchWorker):
         max_step_tokens: int,
         config: DecodeConfig,
         max_drafts: int = 0,
+        sharding: CacheSharding = ONE_RANK,
     ) -> None:
         super().__init__()
         self.me = Party(PartyKind.DECODE, f"decode-{number}", Incarnation(2000 + number))
         self.model = make_toy_model(
-            num_blocks=num_blocks, max_step_tokens=max_step_tokens, incarnation=self.me.incarnation, max_drafts=max_drafts
+            num_blocks=num_blocks,
+            max_step_tokens=max_step_tokens,
+            incarnation=self.me.incarnation,
+            max_drafts=max_drafts,
+            sharding=sharding,
         )
-        self.transport = LoopbackTransport(
-            fabric,
-            self.me.peer_id,
-            self.model.memory,
-            num_components=len(self.model.layout.components),
-            owner_of=lambda block_id: self.model.pool.generation(block_id),
-        )
+        self.transport = bench_transport(fabric, self.me, self.model, self.model.pool.generation)
         self._sources = {source.me.peer_id: source for source in sources}
         self._ended: list[PeerId] = []
         self.reads = Reads(self, self.model.memory.block_bytes)  # type: ignore[arg-type]
@@ -259,6 +293,7 @@ class DecodeBench(BenchWorker):
             self.model.layout,
             self.transport.destroying_proven,
             hidden_state_bytes=self.model.hidden_state_bytes,
+            sharding=sharding,
         )
         self.outside = BenchOutside(self.me, wire)
         outbox = TokenOutbox(self.outside)
@@ -296,7 +331,7 @@ class DecodeBench(BenchWorker):
     def _connect(self, peer: PeerId) -> None:
         source = self._sources[peer]
         self.transport.open_peer(peer)
-        terms = PairTerms.of_pool(source.model.layout, "toy", source.model.memory)
+        terms = PairTerms.of_pool(source.model.layout, "toy", source.model.memory, sharding=source.model.sharding)
         self.transport.connect_peer(peer, terms.offer(source.transport.open_peer(self.me.peer_id)))
         read_probe(self.transport, peer, source.me.incarnation, 1.0)
 
@@ -534,6 +569,8 @@ class World:
         decode_config: DecodeConfig | None = None,
         fabric: LoopbackFabric | None = None,
         max_drafts: int = 0,
+        prefill_sharding: CacheSharding = ONE_RANK,
+        decode_sharding: CacheSharding = ONE_RANK,
     ) -> None:
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -548,6 +585,7 @@ class World:
                 max_step_tokens=max_step_tokens,
                 config=prefill_config or PrefillConfig(),
                 max_drafts=max_drafts,
+                sharding=prefill_sharding,
             )
             for number in range(num_prefills)
         ]
@@ -561,6 +599,7 @@ class World:
                 max_step_tokens=max_step_tokens,
                 config=decode_config or DecodeConfig(max_running=8, max_chunk_tokens=16),
                 max_drafts=max_drafts,
+                sharding=decode_sharding,
             )
             for number in range(num_decodes)
         ]

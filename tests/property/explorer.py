@@ -56,6 +56,7 @@ class Shape(Enum):
 
     FLAT = "a list, set or dictionary of unchanging things"
     SETS = "a list of sets"
+    LISTS = "a list of lists or of ordered dictionaries, whose keys count"
     DICT_OF_SETS = "a dictionary of sets"
     OBJECT = "an object of the codec"
     LIST_OF_OBJECTS = "a list of them"
@@ -97,7 +98,7 @@ class Codec:
     def _clone_field(self, item: Any, shape: Shape, memo: dict[int, Any]) -> Any:
         if shape is Shape.FLAT:
             return item.copy()
-        if shape is Shape.SETS:
+        if shape is Shape.SETS or shape is Shape.LISTS:
             return [one.copy() for one in item]
         if shape is Shape.DICT_OF_SETS:
             return {key: one.copy() for key, one in item.items()}
@@ -138,6 +139,8 @@ class Codec:
             return frozenset(item) if kind is set else frozenset(item.items()) if kind is dict else tuple(item)
         if shape is Shape.SETS:
             return tuple([frozenset(one) for one in item])
+        if shape is Shape.LISTS:
+            return tuple([tuple(one) for one in item])
         if shape is Shape.DICT_OF_SETS:
             return frozenset([(key, frozenset(one)) for key, one in item.items()])
         if shape is Shape.OBJECT:

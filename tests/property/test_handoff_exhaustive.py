@@ -219,8 +219,8 @@ def dataclass_replace(message: Any, transfer: TransferId) -> Any:
 class LateGeneration(BlockPool):
     """The generation moves when a block comes back, not before the first store of its next use."""
 
-    def _hand_out(self, holder: Holder) -> BlockId:
-        block_id = super()._hand_out(holder)
+    def _hand_out(self, holder: Holder, free: list[BlockId]) -> BlockId:
+        block_id = super()._hand_out(holder, free)
         if self._generations[block_id] > 1:
             self._generations[block_id] = Generation(self._generations[block_id] - 1)
         return block_id

@@ -15,22 +15,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kv_transfer.block_keys import block_keys
-from kv_transfer.block_pool import BlockPool, Holder, HolderKind
+from kv_transfer.block_pool import EXCHANGE, BlockPool, Holder, HolderKind
 from kv_transfer.errors import PoolExhausted
+from kv_transfer.geometry import ONE_RANK, CacheSharding
 from kv_transfer.handoff import Effect, FillLocally, SinkState
-from kv_transfer.identity import PackedTokens, TransferId, count_tokens
+from kv_transfer.identity import BlockId, PackedTokens, TransferId, count_tokens
 from kv_transfer.messages import Cancel
-from kv_transfer.pool_memory import PoolMemory
 from kv_transfer.sink_session import SinkSession
 from kv_transfer.source_session import SourceSession
 from kv_transfer.transports.loopback import FaultPlan
-from tests.handoff_pair import BLOCK_SIZE, SALT, HandoffPair, block_bytes
+from tests.handoff_pair import BLOCK_SIZE, SALT, HandoffPair, block_bytes, views_of
 
 STRANGER = Holder(HolderKind.REQUEST, "stranger")
 PLANS = {
     "calm": FaultPlan(),
     "faulty": FaultPlan(error_rate=0.1, hang_rate=0.1),
     "unproven": FaultPlan(error_rate=0.1, hang_rate=0.1, destroying_proven=False),
+}
+
+RANKS = {
+    "replicated 2 to by_block 4": (CacheSharding.replicated(2), CacheSharding.by_block(4)),
+    "by_block 2 to replicated 2": (CacheSharding.by_block(2), CacheSharding.replicated(2)),
+    "one to two pairs by block": (ONE_RANK, CacheSharding(4, 2)),
 }
 
 
@@ -48,6 +54,7 @@ WEIGHTS = {
     "poll": 4,
     "land": 4,
     "store": 4,
+    "share": 2,
     "wait": 4,
     "cancel": 3,
     "open_again": 1,
@@ -75,6 +82,7 @@ class HandoffMachine(RuleBasedStateMachine):
     plan = PLANS["faulty"]
     source_type: type[SourceSession] = SourceSession
     sink_type: type[SinkSession] = SinkSession
+    shardings = (ONE_RANK, ONE_RANK)
 
     @initialize(seed=st.integers(0, 2**16), num_blocks=st.sampled_from([8, 12]), chunk_blocks=st.integers(1, 2))
     def set_up(self, seed: int, num_blocks: int, chunk_blocks: int) -> None:
@@ -86,6 +94,8 @@ class HandoffMachine(RuleBasedStateMachine):
             seed=seed,
             source_type=self.source_type,
             sink_type=self.sink_type,
+            source_sharding=self.shardings[0],
+            sink_sharding=self.shardings[1],
         )
         self.attempts: dict[str, int] = {}
         self.tokens: dict[TransferId, PackedTokens] = {}
@@ -178,6 +188,9 @@ class HandoffMachine(RuleBasedStateMachine):
         if self.pair.steps:
             self.pair.complete(chosen(self.pair.steps, pick), record_index=5 if pick % 8 == 7 else None)
 
+    def share(self, pick: int) -> None:
+        self.pair.share()
+
     def run(self, pick: int) -> None:
         self.decode(pick, (SinkState.READY,), self.pair.sink.running)
 
@@ -201,14 +214,14 @@ class HandoffMachine(RuleBasedStateMachine):
                 self.fill_locally()
 
     def stranger_takes(self, pick: int) -> None:
-        pool, memory = self.side(bool(pick % 2))
-        promised = self.pair.sink.num_reserved_blocks if pick % 2 else 0
-        count = min(1 + pick // 2 % 8, pool.num_available - promised)
+        pool = self.pool(bool(pick % 2))
+        count = min(1 + pick // 2 % 8, pool.num_unpromised)
         for block_id in pool.allocate(max(count, 0), STRANGER):
-            memory.block(block_id)[:] = b"\xee" * len(memory.block(block_id))
+            for view in self.views(bool(pick % 2), block_id):
+                view[:] = b"\xee" * len(view)
 
     def stranger_gives(self, pick: int) -> None:
-        self.side(bool(pick % 2))[0].release_all(STRANGER)
+        self.pool(bool(pick % 2)).release_all(STRANGER)
 
     # -- time and death ------------------------------------------------------------------------------------------------
 
@@ -253,9 +266,11 @@ class HandoffMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         for on_sink in (False, True):
-            pool, memory = self.side(on_sink)
+            pool = self.pool(on_sink)
             for key, block_id in pool._block_of.items():
-                assert bytes(memory.block(block_id)) == self.expected[key], f"block {block_id} is not what its key says"
+                right = [bytes(view) == self.expected[key] for view in self.views(on_sink, block_id)]
+                is_shared = EXCHANGE not in pool.holders(block_id)
+                assert all(right) if is_shared else any(right), f"block {block_id} is not what its key says"
         for handoff in self.pair.sink._transfers.values():
             if handoff.state in (SinkState.FILLING, SinkState.READY, SinkState.RUNNING):
                 self.check_committed(handoff.transfer, handoff.chunks, handoff.committed)
@@ -264,7 +279,9 @@ class HandoffMachine(RuleBasedStateMachine):
         for number in committed & set(chunks):
             for place, block_id in enumerate(chunks[number].local_ids):
                 expected = block_bytes(self.tokens[transfer], chunks[number].start // BLOCK_SIZE + place)
-                assert bytes(self.pair.sink_memory.block(block_id)) == expected, f"chunk {number} of {transfer} is committed and wrong"
+                right = [bytes(view) == expected for view in self.views(True, block_id)]
+                is_shared = EXCHANGE not in self.pair.sink_pool.holders(block_id)
+                assert all(right) if is_shared else any(right), f"chunk {number} of {transfer} is committed and wrong"
 
     def teardown(self) -> None:
         if not hasattr(self, "pair"):
@@ -278,7 +295,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.pair.wait(40.0, 10.0)
         self.pair.settle()
         for on_sink in (False, True):
-            self.side(on_sink)[0].release_all(STRANGER)
+            self.pool(on_sink).release_all(STRANGER)
         for piece in self.pair.fabric.pieces():
             self.pair.fabric.land(piece)
         self.no_byte_is_in_a_foreign_block()
@@ -286,10 +303,14 @@ class HandoffMachine(RuleBasedStateMachine):
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def side(self, on_sink: bool) -> tuple[BlockPool, PoolMemory]:
+    def pool(self, on_sink: bool) -> BlockPool:
+        return self.pair.sink_pool if on_sink else self.pair.source_pool
+
+    def views(self, on_sink: bool, block_id: BlockId) -> list[memoryview]:
+        """The block's bytes on every rank that has it."""
         if on_sink:
-            return self.pair.sink_pool, self.pair.sink_memory
-        return self.pair.source_pool, self.pair.source_memory
+            return views_of(self.pair.sink_memories, self.pair.sink_sharding, block_id)
+        return views_of(self.pair.source_memories, self.pair.source_sharding, block_id)
 
     def fill_locally(self) -> None:
         """Compute what the last FillLocally asks for, as the decode worker would."""
@@ -300,7 +321,8 @@ class HandoffMachine(RuleBasedStateMachine):
         table = self.pair.sink.block_table(effect.transfer)
         keys = block_keys(tokens, SALT, BLOCK_SIZE, False)
         for block in range(effect.from_token // BLOCK_SIZE, -(-count_tokens(tokens) // BLOCK_SIZE)):
-            self.pair.sink_memory.block(table[block])[:] = block_bytes(tokens, block)
+            for view in self.views(True, table[block]):
+                view[:] = block_bytes(tokens, block)
             if block < len(keys):
                 self.pair.sink_pool.publish(table[block], keys[block])
         self.pair.do("sink", self.pair.sink.filled_locally(effect.transfer, self.pair.now_s))
@@ -320,6 +342,12 @@ LONG = settings(QUICK, max_examples=1500, stateful_step_count=250)
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_schedules_never_mix_bytes_and_always_end(plan: str) -> None:
     run_state_machine_as_test(type("Machine", (HandoffMachine,), {"plan": PLANS[plan]}), settings=QUICK)
+
+
+@pytest.mark.parametrize("layouts", RANKS)
+def test_nor_do_they_between_workers_of_several_ranks(layouts: str) -> None:
+    members = {"plan": PLANS["faulty"], "shardings": RANKS[layouts]}
+    run_state_machine_as_test(type("Machine", (HandoffMachine,), members), settings=settings(QUICK, max_examples=50))
 
 
 @pytest.mark.slow

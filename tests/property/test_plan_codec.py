@@ -10,6 +10,7 @@ from glm_runtime.engine.draft_stop import StopRule
 from glm_runtime.engine.plan_codec import PlanDecoder, PlanEncoder
 from glm_runtime.engine.step_plan import SequenceSlice, StepPlan
 from glm_runtime.sampling.history import TokenHistory
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.grammar import GrammarKind, GrammarSpec
 from kv_transfer.identity import BlockId, SequenceId
 from kv_transfer.messages import SamplingParameters
@@ -51,6 +52,7 @@ plans = st.builds(
     step_number=st.integers(0, 1 << 40),
     slices=st.lists(pieces, max_size=4, unique_by=lambda piece: piece.sequence_id).map(tuple),
     stop_rule=rules,
+    copies=st.lists(st.builds(BlockCopy, st.integers(0, 99).map(BlockId), st.integers(0, 7)), max_size=3).map(tuple),
 )
 
 

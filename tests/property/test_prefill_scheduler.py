@@ -1,6 +1,8 @@
 """The prefill scheduler neither starves, overcommits blocks nor exceeds its budget, whatever arrives."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import add, sub
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,20 @@ def blocks_of(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def waiting_prefill(sequence_id: str, *, num_tokens: int, num_new_blocks: int) -> WaitingPrefill:
+def by_home(num_blocks: int, num_homes: int) -> tuple[int, ...]:
+    """Counted one by one."""
+    places = [place % num_homes for place in range(num_blocks)]
+    return tuple(places.count(home) for home in range(num_homes))
+
+
+def added(counts: Iterable[tuple[int, ...]], num_homes: int) -> tuple[int, ...]:
+    total: tuple[int, ...] = (0,) * num_homes
+    for each in counts:
+        total = tuple(map(add, total, each))
+    return total
+
+
+def waiting_prefill(sequence_id: str, *, num_tokens: int, num_new_blocks: tuple[int, ...]) -> WaitingPrefill:
     return WaitingPrefill(sequence_id=SequenceId(sequence_id), num_cached_tokens=0, num_tokens=num_tokens, num_new_blocks=num_new_blocks)
 
 
@@ -26,11 +41,15 @@ def views(draw: st.DrawFn) -> PrefillView:
         PrefillDemand(sequence_id=SequenceId(f"c{i}"), num_computed_tokens=draw(st.integers(0, 20)), num_tokens=draw(st.integers(21, 40)))
         for i in range(draw(st.integers(0, 3)))
     )
+    num_homes = draw(st.sampled_from([1, 1, 2, 4]))
+
+    def counts(largest: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(0, largest)) for _ in range(num_homes))
+
     waiting = tuple(
-        waiting_prefill(f"w{i}", num_tokens=draw(st.integers(1, 40)), num_new_blocks=draw(st.integers(0, 10)))
-        for i in range(draw(st.integers(0, 5)))
+        waiting_prefill(f"w{i}", num_tokens=draw(st.integers(1, 40)), num_new_blocks=counts(10)) for i in range(draw(st.integers(0, 5)))
     )
-    return PrefillView(computing=computing, waiting=waiting, num_available_blocks=draw(st.integers(0, 20)))
+    return PrefillView(computing=computing, waiting=waiting, num_available_blocks=counts(20))
 
 
 limits = st.builds(PrefillLimits, max_step_tokens=st.integers(BLOCK, 64), max_computing=st.integers(1, 5), block_size_tokens=st.just(BLOCK))
@@ -40,7 +59,8 @@ limits = st.builds(PrefillLimits, max_step_tokens=st.integers(BLOCK, 64), max_co
 def test_one_plan_keeps_every_limit(view: PrefillView, limits: PrefillLimits) -> None:
     plan = decide(view, limits)
     taken = {request.sequence_id: request.num_new_blocks for request in view.waiting}
-    assert sum(taken[sequence_id] for sequence_id in plan.admit) <= view.num_available_blocks
+    num_homes = len(view.num_available_blocks)
+    assert min(map(sub, view.num_available_blocks, added((taken[sequence_id] for sequence_id in plan.admit), num_homes))) >= 0
     assert not plan.admit or len(view.computing) + len(plan.admit) <= limits.max_computing
     assert sum(chunk.num_tokens for chunk in plan.chunks) <= limits.max_step_tokens
 
@@ -48,8 +68,9 @@ def test_one_plan_keeps_every_limit(view: PrefillView, limits: PrefillLimits) ->
 @given(views(), limits)
 def test_admission_equals_the_longest_prefix_that_fits(view: PrefillView, limits: PrefillLimits) -> None:
     def fits(count: int) -> bool:
-        blocks = sum(request.num_new_blocks for request in view.waiting[:count])
-        return count == 0 or (blocks <= view.num_available_blocks and len(view.computing) + count <= limits.max_computing)
+        blocks = added((request.num_new_blocks for request in view.waiting[:count]), len(view.num_available_blocks))
+        is_room = min(map(sub, view.num_available_blocks, blocks)) >= 0
+        return count == 0 or (is_room and len(view.computing) + count <= limits.max_computing)
 
     best = max(count for count in range(len(view.waiting) + 1) if all(fits(n) for n in range(count + 1)))
     assert decide(view, limits).admit == tuple(request.sequence_id for request in view.waiting[:best])
@@ -61,14 +82,18 @@ class Worker:
 
     pool_blocks: int
     limits: PrefillLimits
+    num_homes: int = 1
     waiting: list[tuple[float, SequenceId, int]] = field(default_factory=list)
     computing: dict[SequenceId, list[int]] = field(default_factory=dict)
-    sealed: list[tuple[int, int]] = field(default_factory=list)
+    sealed: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     done: list[SequenceId] = field(default_factory=list)
 
-    def num_available(self) -> int:
-        held = sum(blocks_of(total) for _, total in self.computing.values()) + sum(blocks for _, blocks in self.sealed)
-        return self.pool_blocks - held
+    def blocks(self, num_tokens: int) -> tuple[int, ...]:
+        return by_home(blocks_of(num_tokens), self.num_homes)
+
+    def num_available(self) -> tuple[int, ...]:
+        held = [self.blocks(total) for _, total in self.computing.values()] + [blocks for _, blocks in self.sealed]
+        return tuple(map(sub, by_home(self.pool_blocks, self.num_homes), added(held, self.num_homes)))
 
     def step(self, now: int, taken_after: int) -> None:
         self.sealed = [(until, blocks) for until, blocks in self.sealed if until > now]
@@ -79,7 +104,7 @@ class Worker:
                 for sequence_id, (done, total) in self.computing.items()
             ),
             waiting=tuple(
-                waiting_prefill(sequence_id, num_tokens=total, num_new_blocks=blocks_of(total)) for _, sequence_id, total in self.waiting
+                waiting_prefill(sequence_id, num_tokens=total, num_new_blocks=self.blocks(total)) for _, sequence_id, total in self.waiting
             ),
             num_available_blocks=self.num_available(),
         )
@@ -88,12 +113,12 @@ class Worker:
             entry = next(entry for entry in self.waiting if entry[1] == sequence_id)
             self.waiting.remove(entry)
             self.computing[sequence_id] = [0, entry[2]]
-        assert self.num_available() >= 0, "blocks overcommitted"
+        assert min(self.num_available()) >= 0, "blocks overcommitted"
         for chunk in plan.chunks:
             self.computing[chunk.sequence_id][0] = chunk.end
             if chunk.is_last:
                 del self.computing[chunk.sequence_id]
-                self.sealed.append((now + taken_after, blocks_of(chunk.end)))
+                self.sealed.append((now + taken_after, self.blocks(chunk.end)))
                 self.done.append(chunk.sequence_id)
 
 
@@ -103,11 +128,13 @@ class Worker:
     st.integers(BLOCK, 32),
     st.integers(1, 4),
     st.integers(1, 5),
+    st.sampled_from([1, 2, 4]),
 )
 def test_everybody_that_fits_alone_is_computed(
-    arrivals: list[tuple[int, int, int]], pool_blocks: int, budget: int, max_computing: int, taken_after: int
+    arrivals: list[tuple[int, int, int]], pool_blocks: int, budget: int, max_computing: int, taken_after: int, num_homes: int
 ) -> None:
-    worker = Worker(pool_blocks, PrefillLimits(max_step_tokens=budget, max_computing=max_computing, block_size_tokens=BLOCK))
+    limits = PrefillLimits(max_step_tokens=budget, max_computing=max_computing, block_size_tokens=BLOCK)
+    worker = Worker(max(pool_blocks, 12) // num_homes * num_homes if num_homes > 1 else pool_blocks, limits, num_homes)
     for now in range(31 + sum(2 + blocks_of(total) + taken_after for _, total, _ in arrivals)):
         for index, (arrives, total, priority) in enumerate(arrivals):
             if arrives == now:

@@ -3,10 +3,12 @@
 Engines, sessions and pools are the real ones, the model hashes every cache entry it attends to, time is virtual.
 """
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.config import DecodeConfig
+from kv_transfer.geometry import CacheSharding
 from kv_transfer.identity import RequestId
 from kv_transfer.messages import SamplingParameters
 from kv_transfer.transports.loopback import FaultPlan, LoopbackFabric
@@ -90,6 +92,38 @@ def test_answers_equal_one_process(
         world.turn()
         if world.rng.random() < cancel_rate:
             world.router.cancel(world.rng.choice(asked).request_id)
+    world.settle()
+    assert_answers(asked)
+
+
+RANKS = {
+    "replicated 2 to by_block 4": (CacheSharding.replicated(2), CacheSharding.by_block(4)),
+    "by_block 2 to replicated 2": (CacheSharding.by_block(2), CacheSharding.replicated(2)),
+    "replicated 4 to two pairs by block": (CacheSharding.replicated(4), CacheSharding(4, 2)),
+}
+
+
+@pytest.mark.parametrize("layouts", RANKS)
+@settings(max_examples=25)
+@given(requests(), st.integers(0, 2**32), st.integers(11, 24), st.integers(11, 24), st.sampled_from([0.0, 0.1]))
+def test_so_do_those_of_workers_whose_ranks_are_cut_differently(
+    layouts: str, asked: list[BenchRequest], seed: int, prefill_blocks: int, decode_blocks: int, error_rate: float
+) -> None:
+    """The model reads every byte on every rank that has it, so a block that was not copied among ranks in time shows, too."""
+    prefill_sharding, decode_sharding = RANKS[layouts]
+    world = World(
+        seed=seed,
+        prefill_blocks=prefill_blocks,
+        decode_blocks=decode_blocks,
+        fabric=LoopbackFabric(FaultPlan(error_rate=error_rate), seed=seed),
+        max_drafts=5 * (seed % 2),
+        prefill_sharding=prefill_sharding,
+        decode_sharding=decode_sharding,
+    )
+    for request in asked:
+        world.router.submit(request)
+    for _ in range(world.rng.randrange(300)):
+        world.turn()
     world.settle()
     assert_answers(asked)
 

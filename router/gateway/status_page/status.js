@@ -46,9 +46,10 @@ function showWorker(worker) {
   line.append(
     element("strong", "", worker.id),
     element("span", `badge ${isGood ? "good" : "bad"}`, worker.is_linked ? worker.state : `${worker.state}, not connected`),
-    element("span", "muted small", `pid ${worker.pid}`),
+    element("span", "muted small", `pid ${worker.rank_pids.join(", ") || worker.pid}`),
     element("span", "muted small", `start ${worker.incarnation.slice(0, 8)}`),
   );
+  if (worker.rank_pids.length > 1) line.append(element("span", "muted small", worker.parallel));
   if (worker.role === "decode") line.append(element("span", "muted small", `pulls from ${worker.pairs_up.join(", ") || "nobody"}`));
   const bar = element("div", "bar");
   const parts = ["held", "cached", "quarantined", "free"].map((name) => [name, worker[`blocks_${name}`]]);

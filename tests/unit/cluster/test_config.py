@@ -81,13 +81,23 @@ def test_the_default_configuration_serves_the_shipped_checkpoint() -> None:
         ("[prefill.parallel]\ndp_size = 2", "prefill.parallel.dp_size: is 2: data parallelism is for decode"),
         ("[decode.parallel]\ndp_size = 2\nis_expert_parallel = true", "decode.parallel.dp_size: is 2: the cluster does not start workers"),
         ("[decode.parallel]\npcp_size = 2", "decode.parallel.pcp_size: is 2: ranks that share a prompt's rows are for prefill"),
-        ("[decode.parallel]\ntp_size = 2", "router.local_prefill_below_tokens: is 0: hand-off to decode workers of several ranks"),
+        ("[decode.parallel]\ntp_size = 2\ndcp_size = 4", "decode.parallel.dcp_size: is 4; it must divide tp_size, 2"),
         ("[runtime]\ncheckpoint = 'nowhere'", "runtime.checkpoint: there is no directory"),
     ],
 )
 def test_a_mistake_names_its_field_and_what_to_do(tmp_path: Path, text: str, expected: str) -> None:
     (line,) = _mistakes(tmp_path, text)
     assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["[decode.parallel]\ntp_size = 2", "[prefill.parallel]\npcp_size = 2\n[decode.parallel]\ntp_size = 4\ndcp_size = 2"]
+)
+def test_workers_may_be_cut_into_different_ranks(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    config, _ = load_config(path)
+    assert config.decode.parallel.num_ranks > config.prefill.parallel.num_ranks
 
 
 def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
@@ -103,6 +113,14 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
 def test_a_value_from_the_command_line_is_blamed_on_its_option() -> None:
     with pytest.raises(ConfigError, match=r"^--prefill \(cluster\.num_prefill_workers\): is 0; it must be above 0$"):
         load_config(None, [Option("cluster.num_prefill_workers", "--prefill", 0)])
+
+
+def test_options_reach_sections_within_sections(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[decode.parallel]\ntp_size = 4\nis_expert_parallel = true")
+    config, _ = load_config(tmp_path / "a.toml", [Option("decode.parallel.tp_size", "--decode-tp", 2)])
+    assert (config.decode.parallel.tp_size, config.decode.parallel.is_expert_parallel) == (2, True)
+    with pytest.raises(ConfigError, match=r"--prefill-tp \(prefill\.parallel\.tp_size\): is 0; it must be above 0"):
+        load_config(None, [Option("prefill.parallel.tp_size", "--prefill-tp", 0)])
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_port_zero_becomes_a_free_port(config: ServeConfig) -> None:
 def test_the_caches_of_all_workers_must_fit_the_memory(config: ServeConfig) -> None:
     check_memory(config)
     huge = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, cache_bytes=1 << 50))
-    with pytest.raises(ConfigError, match=r"runtime\.cache_bytes: 2 ranks of workers need about"):
+    with pytest.raises(ConfigError, match=r"runtime\.cache_bytes: 2 workers need about"):
         check_memory(huge)
 
 

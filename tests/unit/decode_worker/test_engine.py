@@ -9,6 +9,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.draft_controller import DraftController
 from decode_worker.sequences import Phase
 from kv_transfer.block_keys import block_keys
+from kv_transfer.geometry import CacheSharding
 from kv_transfer.identity import RequestId, pack_tokens
 from kv_transfer.messages import FailureKind, FinishReason, SamplingParameters, Tokens
 from tests.fakes.toy_model import BLOCK_SIZE_TOKENS, toy_generate
@@ -221,3 +222,45 @@ def test_what_an_awaited_grammar_holds_back_joins_the_batch_when_it_has_come() -
         batch.refresh(decode.sequences)
         seen.append(batch.ids)
     assert seen == [(sequence.sequence_id,), (), (sequence.sequence_id,)]
+
+
+def test_blocks_that_ranks_have_still_to_copy_are_copied_by_the_next_step_and_by_then_nobody_counts_on_them() -> None:
+    world = World(decode_sharding=CacheSharding.replicated(2))
+    prefill, decode = world.prefills[0], world.decodes[0]
+    request = BenchRequest(RequestId("a"), list(range(20)), SamplingParameters(max_tokens=9, seed=1))
+    open_all(world, request)
+    while not decode.sequences.in_phase(Phase.RUNNING):
+        prefill.turn(world.now_s)
+        world.pass_time(0.05)
+        while world.deliver_one():
+            pass
+    (sequence,) = decode.sequences.in_phase(Phase.RUNNING)
+    credit = decode.receiver.credit_blocks(sequence)
+    assert decode.engine._freed_blocks(sequence) == (credit,), "preempting it frees no block that the next step writes"
+    assert decode.launch(world.now_s)
+    assert decode.step is not None
+    assert [(copy.block_id, copy.rank) for copy in decode.step.plan.copies] == [
+        (sequence.block_table[place], place % 2) for place in range(3)
+    ]
+    decode.land(world.now_s)
+    assert decode.engine._freed_blocks(sequence) == (len(sequence.block_table) + decode.receiver.credit_blocks(sequence),)
+    world.settle()
+    assert request.output == toy_generate(request.prompt, request.sampling)
+
+
+def test_a_step_may_do_nothing_but_copy() -> None:
+    world = World(decode_sharding=CacheSharding.replicated(2), max_step_tokens=16)
+    prefill, decode = world.prefills[0], world.decodes[0]
+    request = BenchRequest(RequestId("a"), list(range(30)), SamplingParameters(max_tokens=3, seed=1))
+    open_all(world, request)
+    prefill.turn(world.now_s)
+    while not decode.launch(world.now_s):
+        world.pass_time(0.05)
+        while world.deliver_one():
+            pass
+    assert decode.step is not None
+    assert decode.step.plan.slices == ()
+    assert len(decode.step.plan.copies) == 2
+    decode.land(world.now_s)
+    world.settle()
+    assert request.output == toy_generate(request.prompt, request.sampling)

@@ -14,6 +14,7 @@ from decode_worker.pairs import PrefillPairs
 from decode_worker.reads import Reads
 from glm_runtime.engine.worker_config import WorkerNetwork
 from kv_transfer.config import ProtocolTimers, WireConfig
+from kv_transfer.geometry import ONE_RANK, CacheSharding, rank_incarnation, rank_peer
 from kv_transfer.handoff import PostRead
 from kv_transfer.identity import BlockId, Incarnation, PeerId, WorkerId
 from kv_transfer.link import Party
@@ -31,7 +32,10 @@ from kv_transfer.messages import (
 from kv_transfer.pairing import PairTerms
 from kv_transfer.pool_memory import PoolMemory
 from kv_transfer.transfer_thread import TransferCallbacks, TransferThread
+from kv_transfer.transports.base import AgentDescription
+from kv_transfer.transports.group import GroupTransport
 from kv_transfer.transports.loopback import LoopbackFabric, LoopbackTransport
+from kv_transfer.transports.ranks import LocalRank
 from prefill_worker.pairs import DecodePairs
 from tests.fakes.toy_model import TOY_LAYOUT
 
@@ -43,17 +47,20 @@ NETWORK = WorkerNetwork(wire=WireConfig(redial_min_s=0.01, redial_max_s=0.02), t
 class Side:
     """One worker's end: memory, transport, transfer thread, and an outside that hands messages to the other end."""
 
-    def __init__(self, me: Party, fabric: LoopbackFabric) -> None:
+    def __init__(self, me: Party, fabric: LoopbackFabric, sharding: CacheSharding = ONE_RANK) -> None:
         self.me = me
-        self.memory = PoolMemory(4, TOY_LAYOUT.block_bytes)
-        self.memory.write_probe(me.incarnation)
-        self.transport = LoopbackTransport(fabric, me.peer_id, self.memory)
+        self.memories = [PoolMemory(4, TOY_LAYOUT.block_bytes) for _ in range(sharding.num_ranks)]
+        for rank, memory in enumerate(self.memories):
+            memory.write_probe(rank_incarnation(me.incarnation, rank))
+        self.memory = self.memories[0]
+        parts = [LoopbackTransport(fabric, rank_peer(me.peer_id, rank), memory) for rank, memory in enumerate(self.memories)]
+        self.transport = GroupTransport([LocalRank(part, part.memory) for part in parts], sharding)
         callbacks = TransferCallbacks(
             on_done=lambda _id: None, on_failed=lambda _id, _error: None, on_destroyed=lambda peer: self.destroyed.append(peer)
         )
         self.destroyed: list[PeerId] = []
         self.transfers = TransferThread(self.transport, asyncio.get_running_loop(), callbacks, 0.001)
-        self.terms = PairTerms.of_pool(TOY_LAYOUT, "weights", self.memory)
+        self.terms = PairTerms.of_pool(TOY_LAYOUT, "weights", self.memory, sharding=sharding)
         self.sent: list[Message] = []
         self.kept: list[WorkerAddress] = []
         self.forgotten: list[WorkerId] = []
@@ -87,9 +94,9 @@ class Side:
 class Both:
     """Two sides and their pairs."""
 
-    def __init__(self, **source_terms: Any) -> None:
+    def __init__(self, shardings: tuple[CacheSharding, CacheSharding] = (ONE_RANK, ONE_RANK), **source_terms: Any) -> None:
         self.fabric = LoopbackFabric(step_s=0.01)
-        self.source, self.sink = Side(SOURCE, self.fabric), Side(SINK, self.fabric)
+        self.source, self.sink = Side(SOURCE, self.fabric, shardings[0]), Side(SINK, self.fabric, shardings[1])
         self.decode_pairs = DecodePairs(replace(self.source.terms, **source_terms), self.source.transfers, self.source)
         self.reads = Reads(self.sink.transfers, self.sink.memory.block_bytes)
         self.prefill_pairs = PrefillPairs(self.sink.terms, self.sink.transfers, self.reads, self.sink, NETWORK, random.Random(0))
@@ -145,6 +152,53 @@ def test_deterministic_workers_with_other_kernels_pair_with_a_warning(
     for message in told:
         assert "kernels are native here and torch at the peer" in message
         assert "set runtime.kernels" in message
+
+
+@pytest.mark.parametrize(
+    "shardings",
+    [
+        (CacheSharding.replicated(2), CacheSharding.by_block(4)),
+        (CacheSharding.by_block(4), ONE_RANK),
+        (ONE_RANK, CacheSharding.replicated(3)),
+    ],
+    ids=lambda pair: " to ".join(f"{sharding.num_ranks} {sharding.kind}" for sharding in pair),
+)
+def test_workers_whose_ranks_are_cut_differently_pair(shardings: tuple[CacheSharding, CacheSharding]) -> None:
+    async def script(both: Both) -> None:
+        both.prefill_pairs.peer_up(SOURCE)
+        await both.until(lambda: both.is_up)
+        (hello,) = [message for message in both.source.sent if isinstance(message, PairHello)]
+        assert (hello.offer.num_ranks, hello.offer.num_homes) == (shardings[0].num_ranks, shardings[0].num_homes)
+        pools = [hello.offer.base_address, *(other.base_address for other in hello.offer.other_ranks)]
+        assert pools == [memory.base_address for memory in both.source.memories]
+        both.prefill_pairs.destroy(SOURCE.peer_id)
+        await both.until(lambda: not both.is_up)
+        await both.until(lambda: both.is_up)
+
+    run(script, shardings=shardings)
+
+
+def test_an_offer_that_makes_no_sense_is_refused_on_either_side(caplog: pytest.LogCaptureFixture) -> None:
+    async def at_the_source(both: Both) -> None:
+        offer = both.sink.terms.offer(AgentDescription("odd", 1, b""))
+        both.decode_pairs.receive(SINK, PairHello(msgspec.structs.replace(offer, num_ranks=7)))
+        (refusal,) = both.source.sent
+        assert isinstance(refusal, PairRefused)
+        assert "the peer has 7 ranks and describes 1" in refusal.reason
+
+    async def at_the_sink(both: Both) -> None:
+        deliver = both.prefill_pairs.receive
+
+        def odd(party: Party, message: Any) -> None:
+            deliver(party, PairHello(msgspec.structs.replace(message.offer, num_homes=5)))
+
+        both.source.deliver = odd
+        both.prefill_pairs.peer_up(SOURCE)
+        await both.until(lambda: "blocks with 5 homes cannot lie on 1 ranks" in caplog.text)
+        assert not both.is_up
+
+    run(at_the_source)
+    run(at_the_sink)
 
 
 def epochs(sent: list[Message]) -> list[int]:

@@ -192,3 +192,28 @@ def test_what_is_promised_is_nobody_else_s_and_too_much_is_not_promised() -> Non
     assert pool.num_unpromised == 4
     with pytest.raises(AssertionError):
         pool.promise(-1)
+
+
+def test_a_pin_may_not_take_what_is_promised_even_where_nothing_else_is_wanted_of_its_home() -> None:
+    pool = BlockPool(4, 64, num_homes=2)
+    (cached,) = pool.allocate(1, ME)
+    pool.publish(cached, KEYS[0])
+    pool.release_all(ME)
+    pool.promise(3, 0)  # both blocks of home 0, one of home 1
+    pinned = pool.pin(KEYS[:1], YOU)
+    with pytest.raises(PoolExhausted):
+        pool.promise(1, 1)
+    pool.release(pinned, YOU)
+    pool.promise(1, 1)
+    assert pool.unpromised_by_home() == (0, 0)
+
+
+def test_blocks_are_counted_on_the_fullest_home() -> None:
+    pool = BlockPool(6, 64, num_homes=2)
+    ids = pool.allocate(3, ME)
+    assert [block_id % 2 for block_id in ids] == [0, 1, 0]
+    assert (pool.num_free, pool.num_available, pool.available_by_home()) == (3, 2, (1, 2))
+    with pytest.raises(PoolExhausted, match="3 blocks are needed and 2 of 6 are available"):
+        pool.allocate(3, ME, first_block=4)
+    assert pool.allocate(3, ME, first_block=3) == [3, 4, 5]
+    pool.audit()

@@ -4,7 +4,7 @@ import ctypes
 
 import pytest
 
-from kv_transfer.geometry import PoolGeometry, locate, serving_rank
+from kv_transfer.geometry import ONE_RANK, CacheSharding, Place, PoolGeometry, locate
 from kv_transfer.identity import BlockId, Incarnation
 from kv_transfer.layout import CacheComponent, CacheLayout
 from kv_transfer.pool_memory import HUGE_PAGE_BYTES, PoolMemory, probe_pattern
@@ -61,8 +61,18 @@ def test_an_empty_pool_is_refused(num_blocks: int, block_bytes: int) -> None:
 
 def test_a_token_of_a_layer_has_one_place() -> None:
     layout = CacheLayout(4, (CacheComponent("mla", (0, 1), 16, "x"), CacheComponent("index", (1,), 32, "y")), "m", "t")
-    place = locate(layout, [BlockId(9), BlockId(5)], 6, "index", 1)
+    place = locate(layout, ONE_RANK, [BlockId(9), BlockId(5)], 6, "index", 1)
     assert (place.rank, place.block_id, place.offset_bytes, place.num_bytes) == (0, 5, 128, 128)
-    assert serving_rank(3) == 0
+    assert ONE_RANK.serving_rank(3) == 0
     with pytest.raises(KeyError):
-        locate(layout, [BlockId(9)], 0, "index", 0)
+        locate(layout, ONE_RANK, [BlockId(9)], 0, "index", 0)
+
+
+def test_a_rank_finds_a_token_at_home_or_where_it_is_served() -> None:
+    layout = CacheLayout(4, (CacheComponent("mla", (0,), 16, "x"),), "m", "t")
+    table = [BlockId(8), BlockId(5)]
+    by_block, replicated = CacheSharding.by_block(2), CacheSharding.replicated(2)
+    assert [locate(layout, by_block, table, 6, "mla", 0, rank) for rank in (0, 1)] == [Place(1, BlockId(2), 0, 64)] * 2
+    assert [locate(layout, replicated, table, 6, "mla", 0, rank).rank for rank in (0, 1)] == [0, 1]
+    in_pairs = CacheSharding(4, 2)
+    assert [locate(layout, in_pairs, table, 6, "mla", 0, rank).rank for rank in range(4)] == [1, 1, 1, 3]

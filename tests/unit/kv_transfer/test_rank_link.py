@@ -113,6 +113,8 @@ def test_a_stranger_cannot_announce_a_large_frame(listener: RankListener) -> Non
 def test_nobody_there(listener: RankListener) -> None:
     with pytest.raises(TransferTimeout):
         listener.accept(0.05, QUICK)
+    with pytest.raises(TransferTimeout):
+        listener.accept(0.0, QUICK)
     listener.close()
     with pytest.raises(PeerLost):
         dial_rank(SECRET, FOLLOWER, "127.0.0.1", listener.port, QUICK, 2.0)

@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 
-from kv_transfer.block_pool import Holder, HolderKind
+from kv_transfer.block_pool import EXCHANGE, Holder, HolderKind
 from kv_transfer.config import ProtocolTimers
 from kv_transfer.errors import PoolExhausted
+from kv_transfer.geometry import CacheSharding
 from kv_transfer.handoff import DestroyAgent, FillLocally, Ready, RecordArrived, SuspectPeer
 from kv_transfer.identity import Incarnation, RequestId, TransferId, pack_tokens
 from kv_transfer.messages import (
@@ -850,4 +851,43 @@ def test_calls_for_a_transfer_that_has_ended_do_nothing() -> None:
     assert sink.filled_locally(transfer, 0.0) == sink.read_done(99, 0.0) == sink.read_failed(99, _lost(), 0.0) == []  # type: ignore[arg-type]
     sink.grow(transfer, 1)
     assert sink.block_table(transfer) == ()
+    pair.assert_no_leaks()
+
+
+def test_the_rank_that_serves_a_block_is_by_its_place_in_the_sequence_and_not_by_its_id() -> None:
+    pair = HandoffPair(source_sharding=CacheSharding.replicated(2), sink_sharding=CacheSharding.by_block(2))
+    stranger = Holder(HolderKind.REQUEST, "stranger")
+    pair.source_pool.allocate(1, stranger)  # from here on every id is its place plus one
+    transfer = pair.open(range(5 * 4), max_tokens=1)
+    pair.start(transfer)
+    pair.compute(transfer)
+    sealed = [block for index in pair.on_wire(Seal) for block in pair.wire[index][2].blocks]  # type: ignore[union-attr]
+    assert [(block.block_id, block.rank) for block in sealed] == [(1, 0), (2, 1), (3, 0), (4, 1), (5, 0)]
+    pair.settle()
+    assert transfer in pair.ready
+    assert [block_id % 2 for block_id in pair.sink.block_table(transfer)] == [0, 1, 0, 1, 0]
+
+
+def test_blocks_that_ranks_share_are_held_until_they_are_copied_whatever_becomes_of_the_request() -> None:
+    pair = HandoffPair(sink_sharding=CacheSharding.replicated(2))
+    transfer = pair.open(range(10), max_tokens=1)
+    pair.start(transfer)
+    pair.compute(transfer)
+    pair.settle()
+    assert transfer in pair.ready
+    pair.share()
+    pair.tell("sink", Cancel(transfer, "x"))
+    pair.settle()
+    pair.assert_no_leaks()
+
+    later = pair.open(range(50, 60), request="s", max_tokens=1)
+    pair.start(later)
+    pair.launch(later)
+    pair.complete(pair.steps[-1])
+    pair.settle()
+    table = pair.sink.block_table(later)
+    pair.tell("sink", Cancel(later, "x"))
+    pair.settle()
+    assert all(EXCHANGE in pair.sink_pool.holders(block_id) for block_id in table), "the next step copies them"
+    assert [copy.rank for effect in pair.to_share for copy in effect.copies] == [0, 1]
     pair.assert_no_leaks()

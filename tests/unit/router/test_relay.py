@@ -24,10 +24,10 @@ from kv_transfer.messages import (
     WorkerTable,
 )
 from router.config import RouterConfig
+from router.generation_request import GenerationRequest
 from router.output import Output, Wakeup
 from router.policy import WorkerRef
 from router.relay import Relay, RelayHooks, RequestRecord
-from router.request_flow import GenerationRequest
 
 PREFILL, OTHER = WorkerRef(WorkerId("p"), Incarnation(1)), WorkerRef(WorkerId("q"), Incarnation(3))
 DECODE = WorkerRef(WorkerId("d"), Incarnation(2))

@@ -25,9 +25,10 @@ from kv_transfer.messages import (
 )
 from router.config import RouterConfig
 from router.effects import Deliver, Ended, FlowEffect, Leave, Post, PrefillDone, SinkHadRoom, SinkWasBusy
+from router.generation_request import GenerationRequest
 from router.lifecycle import RequestState
 from router.policy import Placement, WorkerRef
-from router.request_flow import AttemptPhase, GenerationRequest, RequestFlow
+from router.request_flow import AttemptPhase, RequestFlow
 
 CONFIG = RouterConfig(max_attempts=3, request_deadline_s=100.0, worker_wait_s=30.0)
 PREFILL, DECODE = WorkerRef(WorkerId("p"), Incarnation(11)), WorkerRef(WorkerId("d"), Incarnation(22))

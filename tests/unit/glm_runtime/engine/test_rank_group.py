@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from glm_runtime.engine.group_messages import Beat, Begin, Failed, Loaded, RankTerms, Step, Stop, decode, encode
+from glm_runtime.engine.group_messages import Beat, Begin, Failed, Loaded, RankTerms, Refused, Step, Stop, Transfers, decode, encode
 from glm_runtime.engine.plan_codec import PlanDecoder
 from glm_runtime.engine.rank_follower import follow, join_group, wait_for_begin
 from glm_runtime.engine.rank_group import GroupLead, GroupRunner, RankGroupConfig, RankWatch, describe_difference
@@ -20,6 +20,7 @@ from glm_runtime.parallel.context import ParallelContext
 from glm_runtime.parallel.layout import ParallelLayout
 from kv_transfer.config import WireConfig
 from kv_transfer.errors import AuthenticationFailed, ConfigError, EngineFault, PeerLost, WorkerLost
+from kv_transfer.geometry import BlockCopy
 from kv_transfer.identity import BlockId, SequenceId, new_incarnation, rank_name
 from kv_transfer.link_proof import Party
 from kv_transfer.messages import PartyKind, SamplingParameters
@@ -70,7 +71,7 @@ class SummingRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        if plan.slices[0].tokens[0] == 0:
+        if not plan.slices or plan.slices[0].tokens[0] == 0:
             return StepResult(step_number=plan.step_number, samples={})
         total = self._context.tensor.all_reduce(torch.tensor([float(plan.slices[0].tokens[0] + self._context.rank)]))
         return StepResult(step_number=plan.step_number, samples={SequenceId("a"): (int(total),)})
@@ -198,6 +199,56 @@ def test_an_empty_plan_is_nobody_elses_business(group: Group) -> None:
     runner = GroupRunner(WORKER, Recording(), links, group.lead._watch)  # type: ignore[arg-type]
     runner.run(StepPlan(step_number=4, slices=()))
     assert len(recorded) == 1
+
+
+def test_a_plan_of_copies_alone_is_everybodys(group: Group) -> None:
+    followers = [group.add(1), group.add(2)]
+    runner = group.start()
+    plan = StepPlan(step_number=4, slices=(), copies=(BlockCopy(BlockId(3), 1),))
+    runner.run(plan)
+    group.lead.close(has_ended_well=True)
+    for follower in followers:
+        assert follower.join() is None
+        assert follower.runner is not None
+        assert follower.runner.plans == [plan]
+
+
+def connect_transfers(group: Group, rank: int, says: int) -> RankLink:
+    """As a follower does after Begin."""
+    link, _ = dial_rank(SECRET, party(rank), "127.0.0.1", group.lead._transfers_listener.port, WIRE, 10.0)
+    link.send(encode(Transfers(says)))
+    return link
+
+
+def test_every_rank_connects_its_transfers_and_nobody_elses(group: Group) -> None:
+    group.add(1), group.add(2)
+    group.start()
+    linked: queue.SimpleQueue[tuple[RankLink, ...]] = queue.SimpleQueue()
+    linking = threading.Thread(target=lambda: linked.put(group.lead.link_transfers()), daemon=True)
+    linking.start()
+    links = [connect_transfers(group, rank, says) for rank, says in ((2, 2), (1, 2), (2, 2), (1, 1))]
+    accepted = linked.get(timeout=10)
+    for link, refused in zip(links, (False, True, True, False), strict=True):
+        if refused:
+            assert isinstance(message := decode(link.receive(5)), Refused)
+            assert "nobody waits for them" in message.reason
+        else:
+            link.send(b"rank")
+    assert [link.receive(5) for link in accepted] == [b"rank", b"rank"]
+    for link in (*links, *accepted):
+        link.close()
+    assert group.faults.empty()
+
+
+def test_transfers_that_are_not_connected_end_the_worker() -> None:
+    group = Group()
+    group.lead._config = dataclasses.replace(THREE, start_timeout_s=5.0)
+    group.add(1), group.add(2)
+    group.start()
+    group.lead._config = dataclasses.replace(THREE, start_timeout_s=0.2)
+    with pytest.raises(EngineFault, match=r"ranks \[1, 2\] of decode-0 have not connected their transfers"):
+        group.lead.link_transfers()
+    group.end()
 
 
 def test_where_other_workers_may_have_rows_an_empty_plan_is_every_rank_s() -> None:
@@ -398,7 +449,7 @@ def test_terms_are_compared_field_by_field() -> None:
         assert item.name in (describe_difference(1, found, TERMS) or "")
 
 
-@pytest.mark.parametrize("message", [Begin(), Stop(), Loaded(TERMS), Failed("why")])
+@pytest.mark.parametrize("message", [Begin(7), Stop(), Loaded(TERMS), Failed("why")])
 def test_messages_survive_the_wire(message: Begin) -> None:
     assert decode(encode(message)) == message
 
